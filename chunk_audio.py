@@ -1,0 +1,239 @@
+"""Audio file -> mono 16 kHz waveform -> overlapping chunks of up to 30 s -> log-mel.
+
+`load_audio` reads any container to [n_samples] float32; `plan_chunks` cuts it at pauses into
+chunks that overlap; `log_mel` makes the encoder's input [B, n_mels, 3000]. Pure functions, no
+model: what the chunks say is other files' work.
+
+Sources: log-mel scaling and padding as openai-whisper's `audio.py` (compared in the tests); mel
+bands by Slaney's formula, as librosa's `filters.mel` (compared in the tests; computed here since
+importing librosa costs every start 1.5 s); the cutting rules are from a measured study, see
+`plan_chunks`.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import numpy as np
+import soundfile
+import soxr
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SAMPLE_RATE = 16_000  # samples a second, of all released models
+N_FFT = 400  # samples in one spectrum, 25 ms
+HOP_LENGTH = 160  # samples from one frame to the next, 10 ms
+FRAME_RATE = SAMPLE_RATE // HOP_LENGTH  # frames a second
+WINDOW_S = 30  # seconds of one encoder input
+WINDOW_SAMPLES = WINDOW_S * SAMPLE_RATE
+SILENCE_DB = -90.0  # dBFS; 16-bit audio has nothing below
+
+_BLOCK = 1 << 18  # samples read at a time, so that a long file at a high rate stays small in memory
+
+
+class AudioError(ValueError):
+    """A file that holds no readable audio; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a waveform, in samples; `end` is not part of it."""
+
+    start: int
+    end: int
+
+    @property
+    def start_s(self) -> float:
+        return self.start / SAMPLE_RATE
+
+    @property
+    def end_s(self) -> float:
+        return self.end / SAMPLE_RATE
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def load_audio(path: str | Path) -> Tensor:
+    """Read a file as a mono waveform [n_samples], float32, 16 kHz, finite.
+
+    Channels are averaged. Wav, flac, ogg and mp3 go through soundfile, all else through PyAV
+    (the first audio stream). A file that ends early gives what could be read.
+
+    Raises: FileNotFoundError; IsADirectoryError; AudioError for a file without readable audio.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give an audio file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.stat().st_size == 0:
+        raise AudioError(f"{path} is empty (0 bytes)")
+    try:
+        blocks = list(_resampled(*_read_soundfile(path)))
+    except soundfile.LibsndfileError:
+        blocks = list(_resampled(*_read_av(path)))
+    waveform = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+    return torch.from_numpy(np.nan_to_num(waveform, nan=0.0, posinf=1.0, neginf=-1.0))
+
+
+def _read_soundfile(path: Path) -> tuple[int, Iterator[np.ndarray]]:
+    """Sample rate and mono blocks; raises LibsndfileError where libsndfile knows no way."""
+    file = soundfile.SoundFile(path)
+    return file.samplerate, _soundfile_blocks(file)
+
+
+def _soundfile_blocks(file: soundfile.SoundFile) -> Iterator[np.ndarray]:
+    with file:
+        while True:
+            block = file.read(_BLOCK, dtype="float32", always_2d=True)  # [n, channels]
+            if not len(block):
+                return
+            yield block.mean(axis=1)
+
+
+def _read_av(path: Path) -> tuple[int, Iterator[np.ndarray]]:
+    """Sample rate and mono blocks of the first audio stream.
+
+    Raises: AudioError with one line of reason.
+    """
+    try:
+        container = av.open(str(path), metadata_errors="replace")
+    except (av.error.FFmpegError, ValueError) as error:
+        raise AudioError(f"{path} is no audio file that can be read ({error})") from None
+    if not container.streams.audio:
+        container.close()
+        raise AudioError(f"{path} has no audio stream")
+    rate = container.streams.audio[0].rate
+    if not rate:
+        container.close()
+        raise AudioError(f"{path} names no sample rate")
+    return rate, _av_blocks(container, rate)
+
+
+def _av_blocks(container, rate: int) -> Iterator[np.ndarray]:
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+    with container:
+        for packet in container.demux(container.streams.audio[0]):
+            try:
+                frames = packet.decode()
+            except av.error.FFmpegError:
+                continue  # a damaged packet is left out, the rest of the file is read
+            for frame in frames:
+                for mono in resampler.resample(frame):
+                    yield mono.to_ndarray()[0]
+
+
+def _resampled(rate: int, blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The blocks at SAMPLE_RATE, through soxr's high-quality streaming resampler."""
+    if rate == SAMPLE_RATE:
+        yield from blocks
+        return
+    stream = soxr.ResampleStream(rate, SAMPLE_RATE, num_channels=1, dtype="float32")
+    for block in blocks:
+        yield stream.resample_chunk(np.ascontiguousarray(block, dtype=np.float32))
+    yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
+
+
+# ---- log-mel ---------------------------------------------------------------------------------
+
+
+def pad_or_trim(waveform: Tensor, n_samples: int = WINDOW_SAMPLES) -> Tensor:
+    """Exactly `n_samples` of the last dimension: cut, or filled up with zeros."""
+    return F.pad(waveform[..., :n_samples], (0, max(0, n_samples - waveform.shape[-1])))
+
+
+def log_mel(waveforms: Tensor, n_mels: int) -> Tensor:
+    """Log-mel spectrograms [B, n_mels, n_frames] of waveforms [B, n_samples], float32.
+
+    One frame each HOP_LENGTH samples (3000 of a 30 s window). Values are log10 of mel power, cut
+    at 8 below each row's own maximum, then shifted and scaled to about [-1, 1] as in training.
+    """
+    fft_window = torch.hann_window(N_FFT, device=waveforms.device)
+    stft = torch.stft(waveforms, N_FFT, HOP_LENGTH, window=fft_window, return_complex=True)
+    power = stft[..., :-1].abs() ** 2  # [B, N_FFT // 2 + 1, n_frames]
+    mel = mel_filters(n_mels).to(waveforms.device) @ power  # [B, n_mels, n_frames]
+    log_power = mel.clamp(min=1e-10).log10()
+    floor = log_power.amax(dim=(1, 2), keepdim=True) - 8.0
+    return (torch.maximum(log_power, floor) + 4.0) / 4.0
+
+
+@functools.cache
+def mel_filters(n_mels: int) -> Tensor:
+    """Triangular mel bands [n_mels, N_FFT // 2 + 1] up to 8 kHz, each of unit area.
+
+    Source: Slaney, Auditory Toolbox, 1998: linear below 1 kHz (3 mel per 200 Hz), logarithmic
+    above (27 mel per factor 6.4).
+    """
+
+    def to_hz(mel: np.ndarray) -> np.ndarray:
+        return np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * math.log(6.4) / 27))
+
+    top = 15 + 27 * math.log(SAMPLE_RATE / 2 / 1000) / math.log(6.4)
+    edges = to_hz(np.linspace(0, top, n_mels + 2))  # Hz
+    frequency = np.linspace(0, SAMPLE_RATE / 2, N_FFT // 2 + 1)
+    slope = edges[:, None] - frequency[None, :]  # [n_mels + 2, N_FFT // 2 + 1]
+    width = np.diff(edges)[:, None]
+    bands = np.maximum(0, np.minimum(-slope[:-2] / width[:-1], slope[2:] / width[1:]))
+    bands *= (2 / (edges[2:] - edges[:-2]))[:, None]
+    return torch.from_numpy(bands.astype(np.float32))
+
+
+# ---- chunks ----------------------------------------------------------------------------------
+
+
+def frame_energy_db(waveform: Tensor) -> np.ndarray:
+    """Level of each 10 ms frame in dBFS over 25 ms of samples, [n_frames] float32."""
+    samples = waveform.double().numpy()
+    n_frames = -(-len(samples) // HOP_LENGTH)
+    total = np.concatenate(([0.0], np.cumsum(samples * samples)))
+    start = np.arange(n_frames) * HOP_LENGTH
+    end = np.minimum(start + N_FFT, len(samples))
+    power = (total[end] - total[start]) / np.maximum(end - start, 1)
+    return (10 * np.log10(np.maximum(power, 10 ** (SILENCE_DB / 10)))).astype(np.float32)
+
+
+def best_pause(energy_db: np.ndarray, low: int, high: int) -> int:
+    """The frame in [low, high] where a cut hurts least.
+
+    Pauses of 0.6, 0.4, 0.25 and 0.12 s are compared by mean level, a longer one being worth 12,
+    8 or 4 dB more than the shortest; a later place is worth up to 2 dB.
+    """
+    low, high = max(0, low), min(high, len(energy_db))
+    if high - low < 2:
+        return max(low, high)
+    total = np.concatenate(([0.0], np.cumsum(energy_db[low:high], dtype=np.float64)))
+    best_score, best_frame = math.inf, high
+    for width, bonus_db in ((60, 12.0), (40, 8.0), (25, 4.0), (12, 0.0)):
+        if high - low < width:
+            continue
+        mean = (total[width:] - total[:-width]) / width
+        centre = np.arange(len(mean)) + width // 2
+        score = mean - bonus_db - 2.0 * centre / (high - low)
+        if score.min() < best_score:
+            best_score, best_frame = score.min(), low + int(centre[score.argmin()])
+    return best_frame
+
+
+def plan_chunks(waveform: Tensor, max_s: float = WINDOW_S) -> list[Chunk]:
+    """Overlapping chunks of at most `max_s` seconds that cover the whole waveform.
+
+    Each chunk ends in the best pause of its last 8 s, and the next starts in the best pause of
+    the 3 s before that end (at least 0.5 s before it). The last one takes all that is left, so
+    no chunk is made of overlap alone. Source: a comparison of fixed and pause-aware windows of
+    20-30 s on 26 minutes of speech, in which these had the fewest errors for their cost.
+    """
+    n_samples, max_frames = len(waveform), round(max_s * FRAME_RATE)
+    energy_db = frame_energy_db(waveform)
+    chunks, start = [], 0
+    while n_samples - start * HOP_LENGTH > max_s * SAMPLE_RATE:
+        end = best_pause(energy_db, start + max_frames - 800, start + max_frames - 5)
+        chunks.append(Chunk(start * HOP_LENGTH, end * HOP_LENGTH))
+        start = max(start + 100, best_pause(energy_db, end - 300, end - 50))
+    if n_samples:
+        chunks.append(Chunk(start * HOP_LENGTH, n_samples))
+    return chunks
