@@ -1,11 +1,7 @@
-"""Audio files -> text: load a model, decode chunks in a batch over static caches, command line.
+"""Audio files -> text: load a model, transcribe audio of any length, command line.
 
-Every chunk gets a row of the batch ("slot"): its window goes through the encoder once, its
-cross-attention keys and values are stored once, its prompt is read in one pass, and then
-`decode_one_token`, eager or compiled, makes one token for all rows a call. A row that ends takes
-the next chunk at once, so no row waits for the slowest.
-
-Leaves reading and cutting audio to `chunk_audio.py`, joining the chunks' texts to `stitch.py`.
+Reading and cutting audio is `chunk_audio.py`'s work, decoding windows `decode.py`'s, joining their
+words `stitch.py`'s; this file puts them together.
 
     python generate.py --audio samples/short.wav --compile
 """
@@ -16,30 +12,43 @@ import itertools
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from chunk_audio import (
-    SAMPLE_RATE,
-    AudioError,
-    Chunk,
-    load_audio,
-    log_mel,
-    pad_or_trim,
-    plan_chunks,
-)
+from chunk_audio import SAMPLE_RATE, AudioError, Chunk, frame_energy_db, load_audio, plan_chunks
 from convert_hf_checkpoint import convert, load_checkpoint
+from decode import (
+    DecodeOptions,
+    DecodeStep,
+    NextTemperature,
+    Slots,
+    Stats,
+    Window,
+    WindowResult,
+    compile_decode_step,
+    decode_one_token,
+    decode_windows,
+    detect_language,
+    encode_chunks,
+    setup_decoding,
+)
 from model import MODEL_SIZES, Whisper
+from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
+from stitch import Piece, Segment, Word, insert, split_segments, stitch, uncovered
 from tokenizer import Tokenizer, language_code
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# Temperatures of a row that failed; few, since windows are also cut anew and openai's six steps
+# cost six decodings of what is mostly noise.
+FALLBACK = (0.4, 0.8)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ class GenerateOptions:
     top_k: int | None = None  # draw among the k likeliest tokens only
     seed: int = 0  # of the draws; a chunk's draws do not depend on its batch
     batch_size: int = 8  # chunks decoded at once
+    timestamps: bool = False  # have the model write timestamps; word times do not need them
+    fallback: bool = True  # decode again what failed or is missing
     max_new_tokens: int | None = None  # of one chunk; None: as many as fit
 
     def __post_init__(self):
@@ -66,265 +77,27 @@ class GenerateOptions:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; allowed: 1 and above")
 
-
-@dataclass
-class Stats:
-    """Where the time went, in seconds, and how much was done."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    audio_s: float = 0.0
-    n_windows: int = 0
-    n_tokens: int = 0  # sampled, of all rows, end of text included
-    n_steps: int = 0  # calls of decode_one_token
-
-    @contextmanager
-    def timed(self, stage: str, device: torch.device) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class ChunkResult:
-    """What the decoder said about one chunk."""
-
-    chunk: Chunk
-    tokens: list[int]  # sampled ids without end of text
-    text: str
-    avg_logprob: float  # mean log-probability of the sampled tokens, end of text included
-    no_speech_prob: float  # probability of the no-speech token at the start
-    temperature: float
-    language: str
+    def decode_options(self, language: str) -> DecodeOptions:
+        return DecodeOptions(
+            language=language,
+            task=self.task,
+            timestamps=self.timestamps,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+        )
 
 
 @dataclass(frozen=True)
 class Transcript:
+    """The text of one file, whole, in sentences with times, and how it came about."""
+
     text: str
-    language: str
-    chunks: list[ChunkResult]
+    segments: list[Segment]
+    language: str  # code
+    warnings: list[str]  # where text was given up, with times
     stats: Stats
-
-
-# ---- one step --------------------------------------------------------------------------------
-
-
-class DecodeState(nn.Module):
-    """All that `decode_one_token` carries from step to step, as buffers of fixed shape.
-
-    Buffers, since CUDA graphs and the compiler treat them as static memory that may be written.
-    """
-
-    def __init__(self, n_rows: int, n_text_ctx: int, tokenizer: Tokenizer, suppress: Iterable[int]):
-        super().__init__()
-        self.eot = tokenizer.eot
-
-        def buffer(name: str, value: Tensor) -> None:
-            self.register_buffer(name, value, persistent=False)
-
-        buffer("tokens", torch.zeros(n_rows, n_text_ctx, dtype=torch.long))  # prompt, then sampled
-        buffer("input_pos", torch.zeros(n_rows, dtype=torch.long))  # of the token to read next
-        buffer("sample_begin", torch.ones(n_rows, dtype=torch.long))  # index of the first sample
-        buffer("sample_end", torch.ones(n_rows, dtype=torch.long))  # index that must not be used
-        buffer("finished", torch.ones(n_rows, dtype=torch.bool))
-        buffer("sum_logprobs", torch.zeros(n_rows))
-        buffer("inv_temperature", torch.ones(n_rows))
-        buffer("gumbel", torch.zeros(n_rows, tokenizer.n_vocab))  # noise of rows that are drawn
-        mask = torch.zeros(2, tokenizer.n_vocab)  # added to the logits: always; at the first token
-        mask[:, list(suppress)] = -torch.inf
-        mask[1, [*tokenizer.encode(" "), tokenizer.eot]] = -torch.inf
-        buffer("suppress_mask", mask)
-
-    def start_row(self, row: int, prompt: Tensor, sample_end: int, temperature: float) -> None:
-        """Make `row` ready to sample after `prompt` [S]; its temperature 0 means the likeliest."""
-        self.tokens[row] = self.eot
-        self.tokens[row, : len(prompt)] = prompt
-        self.input_pos[row] = len(prompt) - 1
-        self.sample_begin[row] = len(prompt)
-        self.sample_end[row] = sample_end
-        self.finished[row] = False
-        self.sum_logprobs[row] = 0.0
-        self.inv_temperature[row] = 1.0 / temperature if temperature > 0 else 1.0
-        self.gumbel[row] = 0.0
-
-
-def decode_one_token(model: Whisper, state: DecodeState, top_k: int | None = None) -> None:
-    """Read one token of every row, choose the next, and write it into `state`.
-
-    A row is drawn by adding Gumbel noise to its logits and taking the largest: the same
-    distribution as softmax sampling, without a host sync and without a random generator inside
-    the graph (`refill_noise` writes the noise; it is zero for greedy rows).
-    """
-    pos = state.input_pos[:, None]  # [B, 1]
-    hidden = model.decoder(state.tokens.gather(1, pos), pos)  # [B, 1, dim]
-    logits = model.decoder.logits(hidden)[:, 0]  # [B, n_vocab]
-    is_first = (state.input_pos + 1 == state.sample_begin).long()  # [B]
-    logits = logits + state.suppress_mask[is_first]
-    scores = logits * state.inv_temperature[:, None] + state.gumbel  # [B, n_vocab]
-    if top_k is not None:
-        kth = torch.topk(logits, top_k).values[:, -1:]  # [B, 1]
-        scores = scores.masked_fill(logits < kth, -torch.inf)
-    sampled = scores.argmax(dim=-1)  # [B]
-    logprobs = logits.gather(1, sampled[:, None])[:, 0] - logits.logsumexp(dim=-1)  # [B]
-
-    active = ~state.finished
-    next_pos = torch.where(active, state.input_pos + 1, state.input_pos)  # [B]
-    old = state.tokens.gather(1, next_pos[:, None])[:, 0]  # [B]
-    state.tokens.scatter_(1, next_pos[:, None], torch.where(active, sampled, old)[:, None])
-    state.sum_logprobs.add_(torch.where(active, logprobs, 0.0))
-    state.finished.logical_or_((sampled == state.eot) | (next_pos + 1 >= state.sample_end))
-    state.input_pos.copy_(next_pos)
-
-
-DecodeStep = Callable[[Whisper, DecodeState, int | None], None]
-
-
-def compile_decode_step(device: torch.device) -> DecodeStep:
-    """`decode_one_token` compiled: one graph for all steps, files and prompts of a batch size."""
-    mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
-    return torch.compile(decode_one_token, mode=mode, fullgraph=True, dynamic=False)
-
-
-def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> None:
-    """Fresh Gumbel noise, -log(Exponential(1)), for each row that is drawn.
-
-    A generator per row, so that a chunk's draws do not depend on which chunks share its batch.
-    """
-    for row, generator in generators.items():
-        state.gumbel[row].exponential_(generator=generator).log_().neg_()
-
-
-# ---- windows ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Window:
-    """A chunk with its encoder output, ready for a row of the batch."""
-
-    index: int
-    chunk: Chunk
-    audio_features: Tensor  # [1, n_audio_ctx, dim]
-
-
-def encode_windows(
-    model: Whisper, waveform: Tensor, chunks: list[Chunk], stats: Stats
-) -> Iterator[Window]:
-    """Run the encoder over each chunk once, padded to 30 s, in order, when asked for it."""
-    for index, chunk in enumerate(chunks):
-        with stats.timed("mel", model.device):
-            samples = pad_or_trim(waveform[chunk.start : chunk.end].to(model.device))
-            mel = log_mel(samples[None], model.args.n_mels).to(model.dtype)  # [1, n_mels, 3000]
-        with stats.timed("encoder", model.device):
-            audio_features = model.encoder(mel)  # [1, n_audio_ctx, dim]
-        stats.n_windows += 1
-        yield Window(index, chunk, audio_features)
-
-
-def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dict[str, float]:
-    """Probability of each language in one window, by the token after start-of-transcript.
-
-    Uses row 0 of the caches, which must be free.
-    """
-    ids = list(tokenizer.language_ids.values())
-    logits = _read_prompt(model, window, slice(0, 1), [tokenizer.sot])[0, 0]  # [n_vocab]
-    probs = logits[ids].softmax(dim=-1)
-    return dict(zip(tokenizer.language_ids, probs.tolist(), strict=True))
-
-
-def _read_prompt(model: Whisper, window: Window, rows: slice, prompt: list[int]) -> Tensor:
-    """Give one row a window and its prompt -> logits [1, S, n_vocab] after each prompt token."""
-    model.decoder.start_window(window.audio_features, rows)
-    tokens = torch.tensor([prompt], device=model.device)  # [1, S]
-    input_pos = torch.arange(len(prompt), device=model.device)[None]  # [1, S]
-    return model.decoder.logits(model.decoder(tokens, input_pos, rows))
-
-
-class Slots:
-    """The rows of the batch and the chunks they are at work on."""
-
-    def __init__(
-        self, model: Whisper, tokenizer: Tokenizer, options: GenerateOptions, language: str,
-        stats: Stats,
-    ):  # fmt: skip
-        self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.language, self.stats = language, stats
-        self.state = model.decode_state
-        self.windows: list[Window | None] = [None] * model.n_rows
-        self.no_speech_prob = [0.0] * model.n_rows
-        self.generators: dict[int, torch.Generator] = {}
-
-    def start(self, row: int, window: Window) -> None:
-        """Put a window into a free row and read its prompt."""
-        options, tokenizer = self.options, self.tokenizer
-        prompt = tokenizer.sot_sequence(self.language, options.task, timestamps=False)
-        n_ctx = self.model.args.n_text_ctx
-        sample_end = min(n_ctx, len(prompt) + (options.max_new_tokens or n_ctx))
-        with self.stats.timed("prefill", self.model.device):
-            logits = _read_prompt(self.model, window, slice(row, row + 1), list(prompt))
-            probs = logits[0, prompt.index(tokenizer.sot)].softmax(dim=-1)
-            self.no_speech_prob[row] = probs[tokenizer.no_speech].item()
-            tokens = torch.tensor(prompt, device=self.model.device)
-            self.state.start_row(row, tokens, sample_end, options.temperature)
-        if options.temperature > 0:
-            generator = torch.Generator(self.model.device)
-            self.generators[row] = generator.manual_seed(options.seed * 1_000_003 + window.index)
-        self.windows[row] = window
-
-    def free_rows(self) -> list[int]:
-        return [row for row, window in enumerate(self.windows) if window is None]
-
-    def take_finished(self) -> Iterator[tuple[int, ChunkResult]]:
-        """Results of rows that have ended, which become free. The one host sync of the loop."""
-        finished = self.state.finished.tolist()
-        for row, window in enumerate(self.windows):
-            if window is not None and finished[row]:
-                yield window.index, self._result(row, window)
-                self.windows[row] = None
-                self.generators.pop(row, None)
-
-    def _result(self, row: int, window: Window) -> ChunkResult:
-        state, tokenizer = self.state, self.tokenizer
-        begin, last = int(state.sample_begin[row]), int(state.input_pos[row])
-        tokens = state.tokens[row, begin : last + 1].tolist()
-        self.stats.n_tokens += len(tokens)
-        avg_logprob = float(state.sum_logprobs[row]) / len(tokens)
-        if tokens[-1] == tokenizer.eot:
-            tokens.pop()
-        return ChunkResult(
-            chunk=window.chunk,
-            tokens=tokens,
-            text=tokenizer.decode(tokens).strip(),
-            avg_logprob=avg_logprob,
-            no_speech_prob=self.no_speech_prob[row],
-            temperature=self.options.temperature,
-            language=self.language,
-        )
-
-
-def decode_windows(
-    slots: Slots, windows: Iterator[Window], decode_step: DecodeStep
-) -> Iterator[tuple[int, ChunkResult]]:
-    """Decode windows, as many at once as there are rows; yield (index, result) as they end."""
-    device = slots.model.device
-    steps_per_check = 8 if device.type == "cuda" else 1  # each check waits for the device
-    while True:
-        for row in slots.free_rows():
-            window = next(windows, None)
-            if window is None:
-                break
-            slots.start(row, window)
-        if not any(slots.windows):
-            return
-        with slots.stats.timed("decode", device):
-            for _ in range(steps_per_check):
-                refill_noise(slots.state, slots.generators)
-                decode_step(slots.model, slots.state, slots.options.top_k)
-        slots.stats.n_steps += steps_per_check
-        yield from slots.take_finished()
-
-
-# ---- the whole job ---------------------------------------------------------------------------
 
 
 def load_model(
@@ -348,7 +121,7 @@ def load_model(
         model = Whisper(metadata.model_args)
     model.load_state_dict(state_dict, strict=True, assign=True)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    model.alignment_heads = metadata.alignment_heads
+    model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
     return model, Tokenizer(path.parent / "tokenizer.model")
 
@@ -357,25 +130,6 @@ def batch_rows(n_chunks: int, batch_size: int) -> int:
     """Rows to allocate for so many chunks: a power of two or `batch_size`, so that few batch
     sizes are ever compiled."""
     return min(batch_size, 1 << max(0, n_chunks - 1).bit_length())
-
-
-def setup_decoding(model: Whisper, tokenizer: Tokenizer, n_rows: int) -> None:
-    """Make caches and decoding state for `n_rows` windows, unless the model holds them already."""
-    if model.n_rows != n_rows or model.decode_state is None:
-        model.setup_caches(n_rows)
-        suppress = model.suppress_tokens
-        suppress = tokenizer.non_speech_tokens if suppress is None else suppress
-        special = [token for token in tokenizer.special_ids if token != tokenizer.eot]
-        state = DecodeState(n_rows, model.args.n_text_ctx, tokenizer, {*suppress, *special})
-        model.decode_state = state.to(model.device)
-
-
-def warm_up(model: Whisper, tokenizer: Tokenizer, n_rows: int, decode_step: DecodeStep,
-            top_k: int | None) -> None:  # fmt: skip
-    """Compile a step for `n_rows` rows by running it on idle ones, before anything is timed."""
-    setup_decoding(model, tokenizer, n_rows)
-    for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
-        decode_step(model, model.decode_state, top_k)
 
 
 def _choose_language(
@@ -410,20 +164,151 @@ def transcribe(
     options, stats = options or GenerateOptions(), Stats()
     with stats.timed("load audio", model.device):
         waveform = audio if isinstance(audio, Tensor) else load_audio(audio)
-        chunks = plan_chunks(waveform)
     stats.audio_s = len(waveform) / SAMPLE_RATE
-    setup_decoding(model, tokenizer, batch_rows(len(chunks), options.batch_size))
-    windows = encode_windows(model, waveform, chunks, stats)
-    language, windows = _choose_language(model, tokenizer, windows, options.language)
-    slots = Slots(model, tokenizer, options, language, stats)
-    results: dict[int, ChunkResult] = {}
-    with tqdm(total=len(chunks), unit="chunk", disable=not show_progress, leave=False) as progress:
-        for index, result in decode_windows(slots, windows, decode_step):
-            results[index] = result
-            progress.update()
-    ordered = [results[index] for index in range(len(chunks))]
-    text = " ".join(result.text for result in ordered if result.text)
-    return Transcript(text, language, ordered, stats)
+    job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
+    with tqdm(unit="s", disable=not show_progress, leave=False) as progress:
+        words = job.run(progress)
+    segments = split_segments(words, job.energy_db)
+    text = "".join(word.text for word in words).strip()
+    return Transcript(text, segments, job.language, job.warnings, stats)
+
+
+class LongAudio:
+    """One file on its way to words: decode all chunks, judge, decode again where it matters.
+
+    First every voiced chunk; then halves of the chunks that looped or said next to nothing; then
+    stretches of speech that no word covers. Each round is one batch through the same rows and the
+    same compiled step; a row that fails is drawn again at the temperatures of FALLBACK.
+    """
+
+    def __init__(
+        self, model: Whisper, tokenizer: Tokenizer, waveform: Tensor, options: GenerateOptions,
+        decode_step: DecodeStep, stats: Stats,
+    ):  # fmt: skip
+        self.model, self.tokenizer, self.waveform = model, tokenizer, waveform
+        self.options, self.decode_step, self.stats = options, decode_step, stats
+        self.energy_db = frame_energy_db(waveform)
+        self.is_voiced = voiced_frames(self.energy_db)
+        self.language = "en" if options.language == "auto" else options.language
+        self.masked: list[tuple[float, float]] = []  # s, judged to hold no speech
+        self.warnings: list[str] = []
+        self.n_extra_left = 0  # windows that may still be encoded beyond the first pass
+
+    def run(self, progress: tqdm) -> list[Word]:
+        plan = plan_chunks(self.waveform, self.energy_db)
+        chunks = [chunk for chunk in plan if voiced_s(self.is_voiced, chunk) > 0]
+        if not chunks:
+            return []
+        rows = batch_rows(len(chunks), self.options.batch_size)
+        setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
+        windows = encode_chunks(self.model, self.waveform, chunks, self.stats)
+        self.language, windows = _choose_language(
+            self.model, self.tokenizer, windows, self.options.language
+        )
+        progress.total = round(chunks[-1].end_s)
+        self.n_extra_left = len(chunks) + 2  # no more than doubles the cost
+        pieces = self._first_pass(self._decode(windows, lambda result: None, progress))
+        words = stitch(pieces, self.energy_db)
+        return self._recover(words) if self.options.fallback else words
+
+    def _decode(
+        self, windows: Iterator[Window], next_temperature: NextTemperature,
+        progress: tqdm | None = None,
+    ) -> list[WindowResult]:  # fmt: skip
+        """The best result of each window, in order of their starts."""
+        options = self.options.decode_options(self.language)
+        slots = Slots(self.model, self.tokenizer, options, self.stats, next_temperature)
+        results = []
+        for attempts in decode_windows(slots, windows, self.decode_step):
+            results.append(max(attempts, key=self._worth))
+            if progress is not None:
+                progress.update(max(0, round(results[-1].chunk.end_s) - progress.n))
+        return sorted(results, key=lambda result: result.chunk.start)
+
+    def _judge(self, result: WindowResult) -> Verdict:
+        return judge(
+            result.text, result.avg_logprob, result.no_speech_prob, result.is_complete,
+            voiced_s(self.is_voiced, result.chunk),
+        )  # fmt: skip
+
+    def _worth(self, result: WindowResult) -> tuple[bool, float]:
+        """Order of attempts at one window: those to be believed first, then the likelier."""
+        return self._judge(result) == "ok", result.avg_logprob
+
+    def _fallback_temperature(self, result: WindowResult) -> float | None:
+        """The next temperature for a row that repeats itself or cannot be believed."""
+        if self._judge(result) not in ("loop", "drop"):
+            return None
+        return next((t for t in FALLBACK if t > result.temperature), None)
+
+    def _first_pass(self, results: list[WindowResult]) -> list[Piece]:
+        """Pieces of the chunks that can be believed, and of the halves of those that cannot."""
+        pieces, failed = [], []
+        for result in results:
+            verdict = self._judge(result)
+            if verdict == "drop":
+                self.masked.append((result.chunk.start_s, result.chunk.end_s))
+            elif verdict == "ok" or not self.options.fallback:
+                pieces.append(_piece(result))
+            else:
+                failed += halves(result.chunk, self.energy_db)
+        for result in self._decode_again(failed):
+            verdict = self._judge(result)
+            if is_sure(result.text, result.avg_logprob, verdict):
+                pieces.append(_piece(result))
+            elif verdict != "thin":
+                self.masked.append((result.chunk.start_s, result.chunk.end_s))
+                if verdict == "loop":
+                    self._warn("text that repeated itself was left out", result.chunk)
+        return pieces
+
+    def _decode_again(self, chunks: list[Chunk]) -> list[WindowResult]:
+        """Decode more windows, as long as they are no more than the first pass had."""
+        chunks = chunks[: self.n_extra_left]
+        self.n_extra_left -= len(chunks)
+        self.stats.n_retries += len(chunks)
+        windows = encode_chunks(self.model, self.waveform, chunks, self.stats)
+        return self._decode(windows, self._fallback_temperature)
+
+    def _recover(self, words: list[Word]) -> list[Word]:
+        """Decode stretches of speech that no word covers, in up to three rounds."""
+        tried: list[tuple[float, float]] = []
+        for _ in range(3):
+            gaps: dict[Chunk, tuple[float, float]] = {}
+            for gap in uncovered(words, self.is_voiced, self.masked):
+                context_s = self._context_s(gap, tried)
+                if context_s is not None:
+                    tried.append(gap)
+                    windows = gap_windows(gap, context_s, self.energy_db, len(self.waveform))
+                    gaps |= dict.fromkeys(windows, gap)
+            for result in self._decode_again(list(gaps)):
+                if is_sure(result.text, result.avg_logprob, self._judge(result)):
+                    gap, piece = gaps[result.chunk], _piece(result)
+                    words = insert(words, gap, piece, self.energy_db)
+            if not gaps:
+                break
+        return words
+
+    @staticmethod
+    def _context_s(
+        gap: tuple[float, float], tried: list[tuple[float, float]]
+    ) -> tuple[float, float] | None:
+        """Seconds of context before and after to decode a gap with; None if it has had its tries.
+
+        A little at first, since the speech before may be what made the decoder stop; then more,
+        since a long gap may need it to be understood.
+        """
+        n_tried = sum(all(abs(a - b) < 0.4 for a, b in zip(gap, t, strict=True)) for t in tried)
+        if n_tried == 1 and gap[1] - gap[0] < 1.5:
+            return None
+        return ((1.5, 1.5), (7.0, 5.0), None)[min(n_tried, 2)]
+
+    def _warn(self, message: str, chunk: Chunk) -> None:
+        self.warnings.append(f"{chunk.start_s:.1f}-{chunk.end_s:.1f} s: {message}")
+
+
+def _piece(result: WindowResult) -> Piece:
+    return Piece(result.chunk.start_s, result.chunk.end_s, tuple(result.words))
 
 
 # ---- command line ----------------------------------------------------------------------------
@@ -439,7 +324,8 @@ def report(stats: Stats, model: Whisper, total_s: float) -> str:
     return (
         f"seconds: {stages}\n"
         f"{stats.n_windows} windows, {stats.n_tokens} tokens, {stats.n_steps} steps of "
-        f"{model.n_rows} rows: {stats.n_tokens / decode_s:.1f} tok/s, {gb_s:.1f} GB/s\n"
+        f"{model.n_rows} rows, {stats.n_retries} retries: "
+        f"{stats.n_tokens / decode_s:.1f} tok/s, {gb_s:.1f} GB/s\n"
         f"{stats.audio_s:.1f} s of audio in {total_s:.2f} s: "
         f"{stats.audio_s / max(total_s, 1e-9):.1f} x real time, "
         f"peak memory {_peak_memory_gb(model.device):.2f} GB"
@@ -456,11 +342,11 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The model's and the decoder's flags, shared by the scripts that transcribe."""
     default = GenerateOptions()
-    parser = argparse.ArgumentParser(description="Transcribe audio files with Whisper.")
+    flag = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("--audio", nargs="+", required=True, type=Path, help="audio or video files")
     add("--model", default="base", help=f"one of {', '.join(MODEL_SIZES)}, or a hub id")
     add("--checkpoint_path", type=Path, help="a converted model.safetensors, instead of --model")
     add("--compile", action="store_true", help="compile the decode step (first run: a minute)")
@@ -473,19 +359,34 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=default.seed, help="of the draws")
     add("--batch_size", type=int, default=default.batch_size, help="chunks decoded at once")
     add("--max_new_tokens", type=int, default=default.max_new_tokens, help="of one chunk")
+    add("--timestamps", action=flag, default=default.timestamps, help="timestamp tokens")
+    add("--fallback", action=flag, default=default.fallback, help="decode again what failed")
+
+
+def options_from_args(args: argparse.Namespace) -> GenerateOptions:
+    names = {option.name for option in dataclasses.fields(GenerateOptions)}
+    return GenerateOptions(**{k: v for k, v in vars(args).items() if k in names})
+
+
+def load_from_args(args: argparse.Namespace) -> tuple[Whisper, Tokenizer]:
+    return load_model(args.checkpoint_path or args.model, args.device, args.precision)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Transcribe audio files with Whisper.")
+    add = parser.add_argument
+    add("--audio", nargs="+", required=True, type=Path, help="audio or video files")
+    add_options(parser)
     add("--profile", type=Path, help="write a Chrome trace of the run to this file")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    names = {name.name for name in dataclasses.fields(GenerateOptions)}
     try:
-        options = GenerateOptions(**{k: v for k, v in vars(args).items() if k in names})
+        options = options_from_args(args)
         start = time.perf_counter()
-        model, tokenizer = load_model(
-            args.checkpoint_path or args.model, args.device, args.precision
-        )
+        model, tokenizer = load_from_args(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"generate.py: {error}", file=sys.stderr)
         return 1
@@ -509,6 +410,8 @@ def _transcribe_files(
             n_failed += 1
             continue
         print(f"{path}: {result.text}" if len(paths) > 1 else result.text, flush=True)
+        for warning in result.warnings:
+            print(f"generate.py: {path}: {warning}", file=sys.stderr)
         print(report(result.stats, model, time.perf_counter() - start), file=sys.stderr)
     return 1 if n_failed else 0
 

@@ -8,6 +8,7 @@ section 2.2. Layout of caches and fused projections: gpt-fast.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -94,10 +95,12 @@ class KVCache(nn.Module):
             k_cache.copy_(k)
             v_cache.copy_(v)
             return
-        B, S = input_pos.shape
-        row = torch.arange(B, device=k.device)[:, None]  # [B, 1]
-        k_cache[row, :, input_pos] = k.transpose(1, 2).to(k_cache.dtype)  # [B, S, H, D]
-        v_cache[row, :, input_pos] = v.transpose(1, 2).to(v_cache.dtype)
+        write_at(k_cache, input_pos, k)
+        write_at(v_cache, input_pos, v)
+
+    def keys(self, rows: slice) -> Tensor:
+        """The stored keys [B, H, n_ctx, D]."""
+        return self.k_cache[rows]
 
     def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of q [B, H, S, D] over the stored context -> [B, H, S, D].
@@ -132,7 +135,11 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from text positions to one window of audio."""
+    """Attention from text positions to one window of audio.
+
+    Where the checkpoint names alignment heads of this layer, their queries are kept as well: they
+    tell which audio each token is about (see align.py).
+    """
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -141,14 +148,18 @@ class CrossAttention(nn.Module):
         self.wkv = nn.Linear(args.dim, 2 * args.dim)  # the keys' half of the bias is zero
         self.wo = nn.Linear(args.dim, args.dim)
         self.kv_cache: KVCache | None = None
+        self.alignment_heads: list[int] = []
+        self.q_cache: Tensor | None = None  # [n_rows, len(alignment_heads), n_text_ctx, D]
 
     def fill_cache(self, audio_features: Tensor, rows: slice) -> None:
         """Compute keys and values of audio_features [B, n_audio_ctx, dim] once for a window."""
         k, v = (split_heads(t, self.n_head) for t in self.wkv(audio_features).chunk(2, dim=-1))
         self.kv_cache.write(rows, k, v)
 
-    def forward(self, x: Tensor, rows: slice = ALL_ROWS) -> Tensor:
+    def forward(self, x: Tensor, input_pos: Tensor, rows: slice = ALL_ROWS) -> Tensor:
         q = split_heads(self.wq(x), self.n_head)  # [B, H, S, D]
+        if self.q_cache is not None:
+            write_at(self.q_cache[rows], input_pos, q[:, self.alignment_heads])
         return self.wo(merge_heads(self.kv_cache.attend(rows, q)))
 
 
@@ -187,7 +198,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, input_pos: Tensor, mask: Tensor, rows: slice) -> Tensor:
         x = x + self.attn(self.attn_norm(x), input_pos, mask, rows)
-        x = x + self.cross_attn(self.cross_attn_norm(x), rows)
+        x = x + self.cross_attn(self.cross_attn_norm(x), input_pos, rows)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -257,7 +268,6 @@ class Whisper(nn.Module):
         self.decoder = TextDecoder(args)
         self.n_rows = 0  # windows that the caches have room for
         self.decode_state: nn.Module | None = None  # what the decode loop carries, see generate.py
-        self.alignment_heads: tuple[tuple[int, int], ...] = ()  # (layer, head) that follow the time
         self.suppress_tokens: tuple[int, ...] | None = None  # never sampled; None: the tokenizer's
 
     @property
@@ -284,7 +294,22 @@ class Whisper(nn.Module):
                     (layer.cross_attn, args.n_audio_ctx),
                 ):
                     attn.kv_cache = KVCache(n_rows, n_ctx, args.n_head, args.head_dim, dtype)
+                if layer.cross_attn.alignment_heads:
+                    n_heads = len(layer.cross_attn.alignment_heads)
+                    shape = (n_rows, n_heads, args.n_text_ctx, args.head_dim)
+                    layer.cross_attn.q_cache = torch.zeros(shape, dtype=self.dtype)
         self.n_rows = n_rows
+
+    def set_alignment_heads(self, heads: Iterable[tuple[int, int]]) -> None:
+        """Keep the queries of these (layer, head) of the decoder's cross-attention."""
+        for layer, head in heads:
+            self.decoder.layers[layer].cross_attn.alignment_heads.append(head)
+
+
+def write_at(cache: Tensor, input_pos: Tensor, x: Tensor) -> None:
+    """cache [B, H, n_ctx, D] at positions [B, S] := x [B, H, S, D]."""
+    row = torch.arange(len(input_pos), device=x.device)[:, None]  # [B, 1]
+    cache[row, :, input_pos] = x.transpose(1, 2).to(cache.dtype)  # [B, S, H, D]
 
 
 def split_heads(x: Tensor, n_head: int) -> Tensor:

@@ -1,0 +1,253 @@
+"""Quality on a manifest of audio files with reference texts, beside rivals in the same run.
+
+In:  a manifest, one JSON object a line: audio (path beside the manifest), duration_s, text,
+     language, kind, set.
+Out: a table on stderr, then one JSON line on stdout with the same figures.
+
+Words are compared after OpenAI's English normaliser, or its basic one for other languages; Chinese,
+Japanese and Korean are counted by character. A file whose reference is empty and whose set is
+`nospeech` must give no words: what it gives is invented.
+
+    python eval.py --manifest ../shared/corpus/manifest.jsonl --kind long --language en
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jiwer
+import torch
+from tqdm import tqdm
+from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
+
+from chunk_audio import WINDOW_S
+from decode import compile_decode_step, decode_one_token
+from generate import add_options, load_from_args, options_from_args, transcribe
+
+CHARACTER_LANGUAGES = ("zh", "ja", "ko")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one system made of one file."""
+
+    audio: str
+    language: str
+    duration_s: float
+    seconds: float
+    n_words: int  # of the reference, normalised
+    substitutions: int
+    deletions: int
+    insertions: int
+    repeats: int  # 5-grams that occur more often than in the reference
+    n_windows: int | None = None  # encoder runs; unknown for rivals
+    n_retries: int | None = None
+    text: str = ""
+
+    @property
+    def n_errors(self) -> int:
+        return self.substitutions + self.deletions + self.insertions
+
+
+def normalise(text: str, language: str) -> list[str]:
+    """Words, or characters, to compare."""
+    if language == "en":
+        return EnglishTextNormalizer()(text).split()
+    by_character = language in CHARACTER_LANGUAGES
+    return BasicTextNormalizer(split_letters=by_character)(text).split()
+
+
+def count_errors(reference: list[str], hypothesis: list[str]) -> tuple[int, int, int]:
+    """Substitutions, deletions, insertions of the best alignment."""
+    if not reference or not hypothesis:
+        return 0, len(reference), len(hypothesis)
+    out = jiwer.process_words(" ".join(reference), " ".join(hypothesis))
+    return out.substitutions, out.deletions, out.insertions
+
+
+def count_repeats(reference: list[str], hypothesis: list[str], n: int = 5) -> int:
+    """n-grams of the hypothesis that it has more often than the reference, beyond once."""
+
+    def grams(words: list[str]) -> Counter:
+        return Counter(zip(*(words[i:] for i in range(n)), strict=False))
+
+    allowed = grams(reference)
+    return sum(max(0, k - max(1, allowed[g])) for g, k in grams(hypothesis).items())
+
+
+# ---- systems ---------------------------------------------------------------------------------
+
+System = Callable[[Path, str], tuple[str, int | None, int | None]]
+
+
+def our_system(args: argparse.Namespace) -> System:
+    model, tokenizer = load_from_args(args)
+    options = options_from_args(args)
+    step = compile_decode_step(model.device) if args.compile else decode_one_token
+
+    def run(path: Path, language: str) -> tuple[str, int, int]:
+        file_options = dataclasses.replace(options, language=language)
+        result = transcribe(model, tokenizer, path, file_options, step)
+        return result.text, result.stats.n_windows, result.stats.n_retries
+
+    return run
+
+
+def faster_whisper_system(folder: str, batch_size: int) -> System:
+    """CTranslate2 int8, greedy with its default fallback; batched where batch_size is above 1."""
+    from faster_whisper import BatchedInferencePipeline, WhisperModel
+
+    model = WhisperModel(folder, device="cpu", compute_type="int8")
+    batched = BatchedInferencePipeline(model)
+
+    def run(path: Path, language: str) -> tuple[str, None, None]:
+        common = {"language": language, "beam_size": 1}
+        if batch_size > 1:
+            segments, _ = batched.transcribe(str(path), batch_size=batch_size, **common)
+        else:
+            segments, _ = model.transcribe(str(path), condition_on_previous_text=False, **common)
+        return "".join(segment.text for segment in segments), None, None
+
+    return run
+
+
+def openai_system(pt_path: str) -> System:
+    """openai-whisper fp32, greedy with its default fallback, without carried context."""
+    import whisper
+
+    model = whisper.load_model(pt_path, device="cpu")
+
+    def run(path: Path, language: str) -> tuple[str, None, None]:
+        result = model.transcribe(
+            str(path), language=language, fp16=False, condition_on_previous_text=False
+        )
+        return result["text"], None, None
+
+    return run
+
+
+def build_systems(args: argparse.Namespace) -> dict[str, System]:
+    """The systems asked for by name, ours first."""
+    systems = {} if args.peers_only else {"whisper-fast": our_system(args)}
+    for peer in args.peer:
+        if peer == "openai-whisper":
+            systems[peer] = openai_system(args.openai_path)
+        else:
+            batch_size = args.batch_size if peer.endswith("batched") else 1
+            systems[peer] = faster_whisper_system(args.ct2_path, batch_size)
+    return systems
+
+
+# ---- scores ----------------------------------------------------------------------------------
+
+
+def evaluate(system: System, item: dict, folder: Path) -> Row:
+    """Run one system on one file and compare."""
+    start = time.perf_counter()
+    text, n_windows, n_retries = system(folder / item["audio"], item["language"])
+    seconds = time.perf_counter() - start
+    reference = normalise(item["text"], item["language"])
+    hypothesis = normalise(text, item["language"])
+    substitutions, deletions, insertions = count_errors(reference, hypothesis)
+    return Row(
+        item["audio"], item["language"], item["duration_s"], seconds, len(reference),
+        substitutions, deletions, insertions, count_repeats(reference, hypothesis),
+        n_windows, n_retries, text,
+    )  # fmt: skip
+
+
+def summarise(rows: list[Row]) -> dict:
+    """Totals over files; error rates in percent of reference words."""
+    spoken = [row for row in rows if row.n_words]
+    empty = [row for row in rows if not row.n_words]
+    audio_s, n_words = sum(r.duration_s for r in rows), sum(r.n_words for r in spoken)
+    out = {
+        "files": len(rows),
+        "audio_s": round(audio_s, 1),
+        "words": n_words,
+        "wer": round(100 * sum(r.n_errors for r in spoken) / max(1, n_words), 2),
+        "substitutions": sum(r.substitutions for r in spoken),
+        "deletions": sum(r.deletions for r in spoken),
+        "insertions": sum(r.insertions for r in spoken),
+        "repeats": sum(r.repeats for r in rows),
+        "invented": sum(r.insertions for r in empty),
+        "x_realtime": round(audio_s / max(1e-9, sum(r.seconds for r in rows)), 2),
+    }
+    if rows and rows[0].n_windows is not None:
+        out["windows_per_30s"] = round(sum(r.n_windows for r in rows) * WINDOW_S / audio_s, 2)
+        out["retries"] = sum(r.n_retries for r in rows)
+    return out
+
+
+def print_table(name: str, rows: list[Row]) -> None:
+    print(
+        f"\n{name}\n{'WER %':>6} {'sub':>4} {'del':>4} {'ins':>4} {'rep':>4}  file", file=sys.stderr
+    )
+    for row in rows:
+        rate = f"{100 * row.n_errors / row.n_words:6.2f}" if row.n_words else "     -"
+        print(
+            f"{rate} {row.substitutions:4} {row.deletions:4} {row.insertions:4} {row.repeats:4}  "
+            f"{row.audio}", file=sys.stderr,
+        )  # fmt: skip
+
+
+def read_manifest(args: argparse.Namespace) -> list[dict]:
+    """Files with a reference, or that must be empty, of the kinds and languages asked for."""
+    lines = args.manifest.read_text(encoding="utf-8").splitlines()
+    items = []
+    for item in map(json.loads, lines):
+        scored = item.get("text") or item["set"] == "nospeech"
+        wanted = (args.kind is None or item["kind"] in args.kind) and (
+            args.only is None or any(part in item["audio"] for part in args.only)
+        )
+        if scored and item.get("duration_s") and wanted:
+            if args.language == "auto" or item["language"] == args.language:
+                items.append(item)
+    return items
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Word error rates over a manifest.")
+    add_options(parser)
+    add = parser.add_argument
+    add("--manifest", type=Path, required=True, help="JSON lines: audio, text, language, kind")
+    add("--kind", nargs="+", help="only files of these kinds: short, long, hard")
+    add("--only", nargs="+", help="only files whose name contains one of these")
+    peers = ("faster-whisper", "faster-whisper-batched", "openai-whisper")
+    add("--peer", nargs="+", default=[], choices=peers, help="rivals to run on the same files")
+    add("--peers_only", action="store_true", help="leave our own run out")
+    add("--ct2_path", help="CTranslate2 folder for faster-whisper")
+    add("--openai_path", help="OpenAI .pt file for openai-whisper")
+    add("--texts", type=Path, help="write every transcript to this JSON file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    items = read_manifest(args)
+    if not items:
+        print("eval.py: no file of the manifest is of that kind and language", file=sys.stderr)
+        return 1
+    summary, texts = {}, {}
+    for name, system in build_systems(args).items():
+        rows = [evaluate(system, item, args.manifest.parent) for item in tqdm(items, desc=name)]
+        print_table(name, rows)
+        summary[name] = summarise(rows)
+        texts[name] = {row.audio: row.text for row in rows}
+    for name, figures in summary.items():
+        print(f"{name}: {figures}", file=sys.stderr)
+    if args.texts:
+        args.texts.write_text(json.dumps(texts, ensure_ascii=False, indent=1), encoding="utf-8")
+    threads = torch.get_num_threads()
+    print(json.dumps({"systems": summary, "threads": threads, "torch": torch.__version__}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
