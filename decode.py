@@ -127,7 +127,7 @@ def decode_one_token(model: Whisper, state: DecodeState, top_k: int | None = Non
         logits = apply_timestamp_rules(logits, state)
     scores = logits * state.inv_temperature[:, None] + state.gumbel  # [B, n_vocab]
     if top_k is not None:
-        kth = torch.topk(logits, top_k).values[:, -1:]  # [B, 1]
+        kth = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]  # [B, 1]
         scores = scores.masked_fill(logits < kth, -torch.inf)
     sampled = scores.argmax(dim=-1, keepdim=True)  # [B, 1]
     _append(state, sampled, logits.gather(1, sampled) - logits.logsumexp(dim=-1, keepdim=True))
@@ -198,11 +198,11 @@ def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> 
 
 def setup_decoding(
     model: Whisper, tokenizer: Tokenizer, n_rows: int, timestamps: bool = False
-) -> None:
-    """Make caches and decoding state for `n_rows` windows, unless the model holds them already."""
+) -> bool:
+    """Make caches and decoding state for `n_rows` windows; False if the model has them already."""
     state = model.decode_state
     if state is not None and model.n_rows == n_rows and state.timestamps == timestamps:
-        return
+        return False
     model.setup_caches(n_rows)
     allowed = {tokenizer.eot}
     if timestamps:
@@ -212,6 +212,13 @@ def setup_decoding(
     suppress |= set(tokenizer.special_ids) - allowed
     state = DecodeState(n_rows, model.args.n_text_ctx, tokenizer, suppress, timestamps)
     model.decode_state = state.to(model.device)
+    return True
+
+
+def warm_up(model: Whisper, decode_step: DecodeStep, top_k: int | None) -> None:
+    """Have a compiled step compile itself, on idle rows, before anything is timed."""
+    for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
+        decode_step(model, model.decode_state, top_k)
 
 
 # ---- windows ---------------------------------------------------------------------------------

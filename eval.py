@@ -222,6 +222,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     peers = ("faster-whisper", "faster-whisper-batched", "openai-whisper")
     add("--peer", nargs="+", default=[], choices=peers, help="rivals to run on the same files")
     add("--peers_only", action="store_true", help="leave our own run out")
+    add("--warm_up", action="store_true", help="run the first file once before timing")
     add("--ct2_path", help="CTranslate2 folder for faster-whisper")
     add("--openai_path", help="OpenAI .pt file for openai-whisper")
     add("--texts", type=Path, help="write every transcript to this JSON file")
@@ -236,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     summary, texts = {}, {}
     for name, system in build_systems(args).items():
+        if args.warm_up:
+            evaluate(system, items[0], args.manifest.parent)
         rows = [evaluate(system, item, args.manifest.parent) for item in tqdm(items, desc=name)]
         print_table(name, rows)
         summary[name] = summarise(rows)

@@ -37,6 +37,7 @@ from decode import (
     detect_language,
     encode_chunks,
     setup_decoding,
+    warm_up,
 )
 from model import MODEL_SIZES, Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
@@ -108,13 +109,15 @@ def load_model(
     precision is fp32, fp16 or bf16; by default fp32 on a CPU and fp16 elsewhere.
     Raises: FileNotFoundError, ValueError for what is missing, unknown or broken.
     """
-    device = torch.device(device)
+    device = _usable_device(device)
     path = Path(name_or_path)
+    if path.suffix != ".safetensors" and path.exists() and name_or_path not in MODEL_SIZES:
+        raise ValueError(f"{path} is not converted; run convert_hf_checkpoint.py {path} first")
     if path.suffix != ".safetensors":
         path = CHECKPOINTS / name_or_path / "model.safetensors"
         if not path.exists():
-            print(f"converting {name_or_path} into {path.parent}, once", file=sys.stderr)
-            convert(name_or_path, path.parent, name=name_or_path)
+            convert(str(name_or_path), path.parent, name=str(name_or_path))
+            print(f"converted {name_or_path} into {path.parent}, once", file=sys.stderr)
     state_dict, metadata = load_checkpoint(path)
     dtype = PRECISIONS[precision or ("fp32" if device.type == "cpu" else "fp16")]
     with torch.device("meta"):
@@ -124,6 +127,16 @@ def load_model(
     model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
     return model, Tokenizer(path.parent / "tokenizer.model")
+
+
+def _usable_device(name: str | torch.device) -> torch.device:
+    """The device, if this machine has it. Raises: ValueError."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch raises either, by device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(name)!r} cannot be used here: {reason}") from None
+    return torch.device(name)
 
 
 def batch_rows(n_chunks: int, batch_size: int) -> int:
@@ -191,7 +204,7 @@ class LongAudio:
         self.is_voiced = voiced_frames(self.energy_db)
         self.language = "en" if options.language == "auto" else options.language
         self.masked: list[tuple[float, float]] = []  # s, judged to hold no speech
-        self.warnings: list[str] = []
+        self.warnings: list[str] = _ignored_options(tokenizer, options)
         self.n_extra_left = 0  # windows that may still be encoded beyond the first pass
 
     def run(self, progress: tqdm) -> list[Word]:
@@ -200,7 +213,10 @@ class LongAudio:
         if not chunks:
             return []
         rows = batch_rows(len(chunks), self.options.batch_size)
-        setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
+        is_new = setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
+        if is_new and self.decode_step is not decode_one_token:
+            with self.stats.timed("compile", self.model.device):
+                warm_up(self.model, self.decode_step, self.options.top_k)
         windows = encode_chunks(self.model, self.waveform, chunks, self.stats)
         self.language, windows = _choose_language(
             self.model, self.tokenizer, windows, self.options.language
@@ -307,6 +323,19 @@ class LongAudio:
         self.warnings.append(f"{chunk.start_s:.1f}-{chunk.end_s:.1f} s: {message}")
 
 
+def _ignored_options(tokenizer: Tokenizer, options: GenerateOptions) -> list[str]:
+    """What an English-only model cannot do."""
+    if tokenizer.is_multilingual:
+        return []
+    asked = {"language": options.language, "task": options.task}
+    usual = {"language": ("auto", "en"), "task": ("transcribe",)}
+    return [
+        f"the model knows only English; {name} {value} was ignored"
+        for name, value in asked.items()
+        if value not in usual[name]
+    ]
+
+
 def _piece(result: WindowResult) -> Piece:
     return Piece(result.chunk.start_s, result.chunk.end_s, tuple(result.words))
 
@@ -378,7 +407,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--audio", nargs="+", required=True, type=Path, help="audio or video files")
     add_options(parser)
     add("--profile", type=Path, help="write a Chrome trace of the run to this file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.profile and not args.profile.resolve().parent.is_dir():
+        parser.error(f"--profile {args.profile}: its folder does not exist")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -118,7 +118,7 @@ def speech_like(n_samples: int, seed: int) -> Tensor:
 
 
 def plan(waveform: Tensor, max_s: float = WINDOW_S) -> list[Chunk]:
-    return plan_chunks(len(waveform), frame_energy_db(waveform), max_s)
+    return plan_chunks(waveform, frame_energy_db(waveform), max_s)
 
 
 def check_plan(waveform: Tensor, max_s: float = WINDOW_S) -> list[Chunk]:

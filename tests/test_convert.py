@@ -20,8 +20,8 @@ from reference import hf_state_dict, openai_dims, openai_model, openai_state_dic
 from safetensors.torch import save_file
 
 import convert_hf_checkpoint
-from convert_hf_checkpoint import _ALIGNMENT_HEADS, convert, load_checkpoint, save_checkpoint
-from model import MODEL_SIZES, ModelArgs, Whisper, sinusoids
+from convert_hf_checkpoint import convert, load_checkpoint, save_checkpoint
+from model import ALIGNMENT_HEADS, MODEL_SIZES, ModelArgs, Whisper, sinusoids
 from tokenizer import Tokenizer
 
 # Same arithmetic in another order of operations, float32: measured differences stay below 2e-6.
@@ -390,7 +390,7 @@ def test_alignment_table_equals_openai():
         args = ModelArgs.from_name(name)
         mask = np.frombuffer(gzip.decompress(base64.b85decode(dump)), dtype=bool)
         pairs = np.argwhere(mask.reshape(args.n_text_layer, args.n_head))
-        assert _ALIGNMENT_HEADS[name] == " ".join(f"{layer}.{head}" for layer, head in pairs)
+        assert ALIGNMENT_HEADS[name] == " ".join(f"{layer}.{head}" for layer, head in pairs)
 
 
 def test_metadata_of_generation_config(hf_folder, tmp_path, capsys):
