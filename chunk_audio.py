@@ -101,8 +101,14 @@ def _soundfile_blocks(file: soundfile.SoundFile) -> Iterator[np.ndarray]:
 
 
 def _mono(block: np.ndarray) -> np.ndarray:
-    """Average of the channels of [n, channels]; before resampling, which would spread a NaN."""
-    return np.nan_to_num(block, nan=0.0, posinf=1.0, neginf=-1.0).mean(axis=1)
+    """Average of the channels of [n, channels], or the first where they cancel each other out.
+
+    Comes before resampling, which would spread a NaN.
+    """
+    block = np.nan_to_num(block, nan=0.0, posinf=1.0, neginf=-1.0)
+    mix = block.mean(axis=1)
+    cancels = np.square(mix).sum() < 0.01 * np.square(block).mean(axis=1).sum()
+    return block[:, 0] if cancels else mix
 
 
 def _read_av(path: Path) -> tuple[int, Iterator[np.ndarray]]:

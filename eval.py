@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 from chunk_audio import WINDOW_S
 from decode import compile_decode_step, decode_one_token
 from generate import add_options, load_from_args, options_from_args, transcribe
+from rivals import RIVALS, System, add_rival_options, load_rival
 
 CHARACTER_LANGUAGES = ("zh", "ja", "ko")
 
@@ -83,8 +83,6 @@ def count_repeats(reference: list[str], hypothesis: list[str], n: int = 5) -> in
 
 # ---- systems ---------------------------------------------------------------------------------
 
-System = Callable[[Path, str], tuple[str, int | None, int | None]]
-
 
 def our_system(args: argparse.Namespace) -> System:
     model, tokenizer = load_from_args(args)
@@ -99,48 +97,10 @@ def our_system(args: argparse.Namespace) -> System:
     return run
 
 
-def faster_whisper_system(folder: str, batch_size: int) -> System:
-    """CTranslate2 int8, greedy with its default fallback; batched where batch_size is above 1."""
-    from faster_whisper import BatchedInferencePipeline, WhisperModel
-
-    model = WhisperModel(folder, device="cpu", compute_type="int8")
-    batched = BatchedInferencePipeline(model)
-
-    def run(path: Path, language: str) -> tuple[str, None, None]:
-        common = {"language": language, "beam_size": 1}
-        if batch_size > 1:
-            segments, _ = batched.transcribe(str(path), batch_size=batch_size, **common)
-        else:
-            segments, _ = model.transcribe(str(path), condition_on_previous_text=False, **common)
-        return "".join(segment.text for segment in segments), None, None
-
-    return run
-
-
-def openai_system(pt_path: str) -> System:
-    """openai-whisper fp32, greedy with its default fallback, without carried context."""
-    import whisper
-
-    model = whisper.load_model(pt_path, device="cpu")
-
-    def run(path: Path, language: str) -> tuple[str, None, None]:
-        result = model.transcribe(
-            str(path), language=language, fp16=False, condition_on_previous_text=False
-        )
-        return result["text"], None, None
-
-    return run
-
-
 def build_systems(args: argparse.Namespace) -> dict[str, System]:
     """The systems asked for by name, ours first."""
     systems = {} if args.peers_only else {"whisper-fast": our_system(args)}
-    for peer in args.peer:
-        if peer == "openai-whisper":
-            systems[peer] = openai_system(args.openai_path)
-        else:
-            batch_size = args.batch_size if peer.endswith("batched") else 1
-            systems[peer] = faster_whisper_system(args.ct2_path, batch_size)
+    systems |= {peer: load_rival(peer, args) for peer in args.peer}
     return systems
 
 
@@ -152,7 +112,7 @@ def evaluate(system: System, item: dict, folder: Path) -> Row:
     start = time.perf_counter()
     text, n_windows, n_retries = system(folder / item["audio"], item["language"])
     seconds = time.perf_counter() - start
-    reference = normalise(item["text"], item["language"])
+    reference = normalise(item.get("text") or "", item["language"])
     hypothesis = normalise(text, item["language"])
     substitutions, deletions, insertions = count_errors(reference, hypothesis)
     return Row(
@@ -219,12 +179,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--manifest", type=Path, required=True, help="JSON lines: audio, text, language, kind")
     add("--kind", nargs="+", help="only files of these kinds: short, long, hard")
     add("--only", nargs="+", help="only files whose name contains one of these")
-    peers = ("faster-whisper", "faster-whisper-batched", "openai-whisper")
-    add("--peer", nargs="+", default=[], choices=peers, help="rivals to run on the same files")
+    add("--peer", nargs="+", default=[], choices=RIVALS, help="rivals to run on the same files")
     add("--peers_only", action="store_true", help="leave our own run out")
     add("--warm_up", action="store_true", help="run the first file once before timing")
-    add("--ct2_path", help="CTranslate2 folder for faster-whisper")
-    add("--openai_path", help="OpenAI .pt file for openai-whisper")
+    add_rival_options(parser)
     add("--texts", type=Path, help="write every transcript to this JSON file")
     return parser.parse_args(argv)
 

@@ -347,9 +347,7 @@ def report(stats: Stats, model: Whisper, total_s: float) -> str:
     """A few lines on where the time went; tok/s and GB/s are of the decode steps alone."""
     stages = " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in stats.seconds.items())
     decode_s = max(stats.seconds.get("decode", 0.0), 1e-9)
-    weights = sum(p.nbytes for p in model.decoder.parameters())
-    caches = sum(b.nbytes for layer in model.decoder.layers for b in layer.buffers())
-    gb_s = stats.n_steps * (weights + caches) / decode_s / 1e9
+    gb_s = stats.n_steps * step_bytes(model) / decode_s / 1e9
     return (
         f"seconds: {stages}\n"
         f"{stats.n_windows} windows, {stats.n_tokens} tokens, {stats.n_steps} steps of "
@@ -357,11 +355,18 @@ def report(stats: Stats, model: Whisper, total_s: float) -> str:
         f"{stats.n_tokens / decode_s:.1f} tok/s, {gb_s:.1f} GB/s\n"
         f"{stats.audio_s:.1f} s of audio in {total_s:.2f} s: "
         f"{stats.audio_s / max(total_s, 1e-9):.1f} x real time, "
-        f"peak memory {_peak_memory_gb(model.device):.2f} GB"
+        f"peak memory {peak_memory_gb(model.device):.2f} GB"
     )
 
 
-def _peak_memory_gb(device: torch.device) -> float:
+def step_bytes(model: Whisper) -> int:
+    """Bytes of the decoder's weights and of the cross-attention caches, which each step reads."""
+    weights = sum(tensor.nbytes for tensor in model.decoder.state_dict().values())
+    caches = (layer.cross_attn.kv_cache for layer in model.decoder.layers)
+    return weights + sum(buffer.nbytes for cache in caches for buffer in cache.buffers())
+
+
+def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB

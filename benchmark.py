@@ -1,0 +1,235 @@
+"""Speed: the machine's ceilings, each stage of ours, and rivals on the same file in the same run.
+
+Out: tables on stderr, then one JSON line on stdout with the same figures.
+
+A decode step reads all decoder weights and each row's caches once, so its ceiling is the memory's
+read speed; an encoder window is arithmetic, so its ceiling is the matrix product's. Both are
+measured first. Each time is the median of --runs runs after warm-up, with the quickest and the
+slowest beside it; whole files alternate between the systems, so that a drift of the machine hits
+all of them.
+
+    python benchmark.py --audio talk.flac --reference talk.txt --language en --compile
+    python benchmark.py --random large-v3 --device cuda --precision fp16 --compile
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from chunk_audio import SAMPLE_RATE, load_audio, log_mel, pad_or_trim
+from decode import (
+    DecodeState,
+    DecodeStep,
+    compile_decode_step,
+    decode_one_token,
+    setup_decoding,
+    warm_up,
+)
+from eval import count_errors, normalise, our_system
+from generate import PRECISIONS, add_options, load_from_args, peak_memory_gb, step_bytes
+from model import ModelArgs, Whisper
+from rivals import RIVALS, System, add_rival_options, load_rival
+
+N_STEPS = 40  # decode steps of one measurement
+READ_BYTES = 1 << 29  # of the memory ceiling: far more than any cache holds
+
+
+def seconds(run: Callable[[], object], device: torch.device, n_runs: int) -> list[float]:
+    """Sorted times, s, of `n_runs` calls after one to warm up."""
+    times = []
+    for _ in range(n_runs + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, n_runs: int) -> dict[str, float]:
+    """Read speed of memory, GB/s, and speed of a square matrix product, GFLOP/s."""
+    source = torch.ones(READ_BYTES // 4, device=device)
+    read_s = seconds(lambda: source.sum(), device, n_runs)[0]
+    n = 8192 if device.type == "cuda" else 1536
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    product_s = seconds(lambda: a @ a, device, n_runs)[0]
+    return {"read_gb_s": READ_BYTES / read_s / 1e9, "matmul_gflop_s": 2 * n**3 / product_s / 1e9}
+
+
+def encoder_gflop(args: ModelArgs) -> float:
+    """Arithmetic of one window: linears, attention and convolutions, multiply and add apart."""
+    S, dim = args.n_audio_ctx, args.dim
+    layer = 2 * S * 12 * dim * dim + 4 * S * S * dim
+    convolutions = 2 * 3 * dim * (2 * S * args.n_mels + S * dim)
+    return (args.n_audio_layer * layer + convolutions) / 1e9
+
+
+def bench_stages(model: Whisper, waveform: Tensor, n_runs: int) -> dict[str, float]:
+    """Median seconds of the stages of one window, and the encoder's GFLOP/s."""
+    device = model.device
+    samples = pad_or_trim(waveform).to(device)[None]
+    mel = log_mel(samples, model.args.n_mels).to(model.dtype)
+    audio_features = model.encoder(mel)
+    model.setup_caches(1)
+    stages = {
+        "mel_s": lambda: log_mel(samples, model.args.n_mels),
+        "encoder_s": lambda: model.encoder(mel),
+        "prefill_s": lambda: model.decoder.start_window(audio_features),
+    }
+    out = {name: statistics.median(seconds(run, device, n_runs)) for name, run in stages.items()}
+    out["encoder_gflop_s"] = encoder_gflop(model.args) / out["encoder_s"]
+    return out
+
+
+def bench_steps(
+    model: Whisper, tokenizer, n_rows: int, decode_step: DecodeStep, read_gb_s: float, n_runs: int
+) -> dict[str, float]:
+    """tok/s of `n_rows` rows that never end, standing at positions 4 to 44."""
+    setup_decoding(model, tokenizer, n_rows)
+    state: DecodeState = model.decode_state
+    features = torch.randn(1, model.args.n_audio_ctx, model.args.dim)
+    features = features.to(model.device, model.dtype)
+    for row in range(n_rows):
+        model.decoder.start_window(features, slice(row, row + 1))
+    warm_up(model, decode_step, None)
+    state.suppress_mask[:, tokenizer.eot] = -torch.inf
+    prompt = torch.full((4,), tokenizer.sot, device=model.device)
+
+    def run() -> None:
+        for row in range(n_rows):
+            state.start_row(row, prompt, model.args.n_text_ctx, 0.0)
+        for _ in range(N_STEPS):
+            decode_step(model, state, None)
+
+    times = seconds(run, model.device, n_runs)
+    model.decode_state = None  # its end of text is suppressed
+    step_s = statistics.median(times) / N_STEPS
+    gb_s = step_bytes(model) / step_s / 1e9
+    return {
+        "rows": n_rows,
+        "ms_per_step": 1e3 * step_s,
+        "tok_s": n_rows / step_s,
+        "tok_s_spread": [n_rows * N_STEPS / times[-1], n_rows * N_STEPS / times[0]],
+        "gb_s": gb_s,
+        "share_of_read": gb_s / read_gb_s,
+    }
+
+
+def bench_files(
+    systems: dict[str, System], path: Path, reference: str | None, language: str, n_runs: int
+) -> dict[str, dict]:
+    """Whole files, the systems taking turns: median seconds, x real time, WER."""
+    audio_s = len(load_audio(path)) / SAMPLE_RATE
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    texts = {name: system(path, language)[0] for name, system in systems.items()}  # warm-up
+    for _ in range(n_runs):
+        for name, system in systems.items():
+            start = time.perf_counter()
+            texts[name], *_ = system(path, language)
+            times[name].append(time.perf_counter() - start)
+    out = {}
+    for name in systems:
+        median_s = statistics.median(times[name])
+        out[name] = {
+            "seconds": median_s,
+            "spread": [min(times[name]), max(times[name])],
+            "x_realtime": audio_s / median_s,
+        }
+        if reference is not None:
+            words = normalise(reference, language)
+            errors = count_errors(words, normalise(texts[name], language))
+            out[name]["wer"] = 100 * sum(errors) / len(words)
+            out[name]["sub_del_ins"] = list(errors)
+    first = next(iter(systems))
+    for name in systems:
+        out[name]["ratio_to_ours"] = out[name]["seconds"] / out[first]["seconds"]
+    return out
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+def random_model(args: argparse.Namespace) -> tuple[Whisper, SimpleNamespace]:
+    """A network of random weights: speed does not depend on their values."""
+    model_args, device = ModelArgs.from_name(args.random), torch.device(args.device)
+    dtype = PRECISIONS[args.precision or ("fp32" if device.type == "cpu" else "fp16")]
+    with torch.device("meta"):
+        model = Whisper(model_args)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    special = range(model_args.n_vocab - 1501, model_args.n_vocab)
+    tokenizer = SimpleNamespace(
+        n_vocab=model_args.n_vocab, eot=50257, sot=50258, timestamp_begin=special[0],
+        timestamp_end=special[-1], encode=lambda text: [220], non_speech_tokens=(),
+        special_ids=special,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure ceilings, stages, steps and whole files.")
+    add_options(parser)
+    add = parser.add_argument
+    add("--audio", type=Path, help="file for the whole-file comparison")
+    add("--reference", type=Path, help="its text, for the word error rate")
+    add("--random", help="measure stages and steps of this size with random weights")
+    add("--batch_sizes", nargs="+", type=int, default=[1, 4, 8, 16], help="rows of the steps")
+    add("--peers", nargs="+", default=[], choices=RIVALS, help="rivals for the comparison")
+    add("--runs", type=int, default=5, help="measured runs of everything")
+    add_rival_options(parser)
+    args = parser.parse_args(argv)
+    if args.random and args.audio:
+        parser.error("--random has no words to transcribe; leave --audio out")
+    return args
+
+
+def load_systems(args: argparse.Namespace) -> dict[str, System]:
+    """Ours first; a rival that is not installed or has no weights is named and left out."""
+    systems = {"whisper-fast": our_system(args)}
+    for name in args.peers:
+        try:
+            systems[name] = load_rival(name, args)
+        except (ImportError, ValueError) as error:
+            print(f"benchmark.py: without {name}: {error}", file=sys.stderr)
+    return systems
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    model, tokenizer = random_model(args) if args.random else load_from_args(args)
+    out = {
+        "torch": torch.__version__, "device": str(model.device), "dtype": str(model.dtype),
+        "threads": torch.get_num_threads(), "compile": args.compile,
+        "ceilings": ceilings(model.device, model.dtype, args.runs),
+    }  # fmt: skip
+    waveform = load_audio(args.audio) if args.audio else torch.zeros(SAMPLE_RATE)
+    out["stages"] = bench_stages(model, waveform, args.runs)
+    step = compile_decode_step(model.device) if args.compile else decode_one_token
+    read_gb_s = out["ceilings"]["read_gb_s"]
+    out["steps"] = []
+    for n_rows in args.batch_sizes:
+        out["steps"].append(bench_steps(model, tokenizer, n_rows, step, read_gb_s, args.runs))
+        print(json.dumps(out["steps"][-1]), file=sys.stderr)
+    if args.audio:
+        reference = args.reference.read_text(encoding="utf-8") if args.reference else None
+        systems, language = load_systems(args), args.language
+        out["files"] = bench_files(systems, args.audio, reference, language, args.runs)
+    out["peak_memory_gb"] = peak_memory_gb(model.device)
+    for name in ("ceilings", "stages", "files"):
+        print(f"{name}: {json.dumps(out.get(name))}", file=sys.stderr)
+    print(json.dumps(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
