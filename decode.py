@@ -31,6 +31,7 @@ class DecodeOptions:
     """How to decode one window."""
 
     language: str  # code
+    detect_each: bool = False  # detect the language of every window; `language` is then not used
     task: str = "transcribe"
     timestamps: bool = False  # let the model write timestamps between the words
     temperature: float = 0.0  # 0 takes the likeliest token; above, tokens are drawn
@@ -237,6 +238,7 @@ class WindowResult:
     """What the decoder said about one window, at one temperature."""
 
     chunk: Chunk
+    language: str
     temperature: float
     tokens: list[int]  # sampled ids without end of text
     text: str
@@ -265,9 +267,14 @@ def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dic
 
     Uses row 0 of the caches, which must be free.
     """
-    ids = list(tokenizer.language_ids.values())
     model.decoder.start_window(window.audio_features, slice(0, 1))
-    probs = _read_prompt(model, 0, [tokenizer.sot])[0, ids].softmax(dim=-1)
+    return _language_probs(model, tokenizer, 0)
+
+
+def _language_probs(model: Whisper, tokenizer: Tokenizer, row: int) -> dict[str, float]:
+    """Probability of each language in the window that `row` holds."""
+    logits = _read_prompt(model, row, [tokenizer.sot])[0]  # [n_vocab]
+    probs = logits[list(tokenizer.language_ids.values())].softmax(dim=-1)
     return dict(zip(tokenizer.language_ids, probs.tolist(), strict=True))
 
 
@@ -286,6 +293,7 @@ class _Slot:
     """A row at work: its window's chunk and what earlier temperatures gave."""
 
     chunk: Chunk
+    language: str
     temperature: float
     no_speech_prob: float = 0.0
     attempts: list[WindowResult] = field(default_factory=list)
@@ -312,13 +320,17 @@ class Slots:
         """Put a window into a free row and read its prompt."""
         with self.stats.timed("prefill", self.model.device):
             self.model.decoder.start_window(window.audio_features, slice(row, row + 1))
-            self.slots[row] = _Slot(window.chunk, self.options.temperature)
+            slot = _Slot(window.chunk, self.options.language, self.options.temperature)
+            if self.options.detect_each and self.tokenizer.is_multilingual:
+                probs = _language_probs(self.model, self.tokenizer, row)
+                slot.language = max(probs, key=probs.get)
+            self.slots[row] = slot
             self._read_prompt(row)
 
     def _read_prompt(self, row: int) -> None:
         """Make the row's window ready to be decoded from its beginning."""
         options, tokenizer, slot = self.options, self.tokenizer, self.slots[row]
-        prompt = tokenizer.sot_sequence(options.language, options.task, options.timestamps)
+        prompt = tokenizer.sot_sequence(slot.language, options.task, options.timestamps)
         n_ctx = self.model.args.n_text_ctx
         sample_end = min(n_ctx, len(prompt) + (options.max_new_tokens or n_ctx))
         logits = _read_prompt(self.model, row, list(prompt))[prompt.index(tokenizer.sot)]
@@ -363,10 +375,11 @@ class Slots:
             tokens.pop()
         words = align_words(
             self.model, tokenizer, row, begin, tokens, logprobs.exp().tolist(), is_complete,
-            slot.chunk.start_s, slot.chunk.end_s, self.options.language,
+            slot.chunk.start_s, slot.chunk.end_s, slot.language,
         )  # fmt: skip
         return WindowResult(
             chunk=slot.chunk,
+            language=slot.language,
             temperature=slot.temperature,
             tokens=tokens,
             text=tokenizer.decode(tokens).strip(),

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chunk_audio import SAMPLE_RATE, AudioError, Chunk, frame_energy_db, load_audio, plan_chunks
+from chunk_audio import (
+    SAMPLE_RATE,
+    WINDOW_S,
+    AudioError,
+    Chunk,
+    frame_energy_db,
+    load_audio,
+    plan_chunks,
+)
 from convert_hf_checkpoint import convert, load_checkpoint
 from decode import (
     DecodeOptions,
@@ -39,7 +47,7 @@ from decode import (
     setup_decoding,
     warm_up,
 )
-from model import MODEL_SIZES, Whisper
+from model import CHUNK_S, MODEL_SIZES, Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
 from stitch import Piece, Segment, Word, insert, split_segments, stitch, uncovered
 from tokenizer import Tokenizer, language_code
@@ -56,7 +64,8 @@ FALLBACK = (0.4, 0.8)
 class GenerateOptions:
     """How to transcribe. Raises: ValueError for a value that is not allowed, naming it."""
 
-    language: str = "auto"  # code or English name, or "auto": detect in the first chunks
+    # code or English name; "auto": detect in the first chunks; "each": detect in every chunk
+    language: str = "auto"
     task: str = "transcribe"  # or "translate": any language to English
     temperature: float = 0.0  # 0 takes the likeliest token; above, tokens are drawn
     top_k: int | None = None  # draw among the k likeliest tokens only
@@ -67,7 +76,7 @@ class GenerateOptions:
     max_new_tokens: int | None = None  # of one chunk; None: as many as fit
 
     def __post_init__(self):
-        if self.language != "auto":
+        if self.language not in ("auto", "each"):
             object.__setattr__(self, "language", language_code(self.language))
         if self.task not in ("transcribe", "translate"):
             raise ValueError(f"task is {self.task!r}; allowed: transcribe, translate")
@@ -81,6 +90,7 @@ class GenerateOptions:
     def decode_options(self, language: str) -> DecodeOptions:
         return DecodeOptions(
             language=language,
+            detect_each=self.language == "each",
             task=self.task,
             timestamps=self.timestamps,
             temperature=self.temperature,
@@ -126,6 +136,7 @@ def load_model(
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
+    model.chunk_s = CHUNK_S.get(metadata.name, WINDOW_S)
     return model, Tokenizer(path.parent / "tokenizer.model")
 
 
@@ -151,7 +162,7 @@ def _choose_language(
     """The language to use, and the windows, of which the first four are read to detect it."""
     if not tokenizer.is_multilingual:
         return "en", windows
-    if language != "auto":
+    if language not in ("auto", "each"):
         return language, windows
     first = list(itertools.islice(windows, 4))
     totals = dict.fromkeys(tokenizer.language_ids, 0.0)
@@ -202,13 +213,13 @@ class LongAudio:
         self.options, self.decode_step, self.stats = options, decode_step, stats
         self.energy_db = frame_energy_db(waveform)
         self.is_voiced = voiced_frames(self.energy_db)
-        self.language = "en" if options.language == "auto" else options.language
+        self.language = "en" if options.language in ("auto", "each") else options.language
         self.masked: list[tuple[float, float]] = []  # s, judged to hold no speech
         self.warnings: list[str] = _ignored_options(tokenizer, options)
         self.n_extra_left = 0  # windows that may still be encoded beyond the first pass
 
     def run(self, progress: tqdm) -> list[Word]:
-        plan = plan_chunks(self.waveform, self.energy_db)
+        plan = plan_chunks(self.waveform, self.energy_db, self.model.chunk_s)
         chunks = [chunk for chunk in plan if voiced_s(self.is_voiced, chunk) > 0]
         if not chunks:
             return []
@@ -328,7 +339,7 @@ def _ignored_options(tokenizer: Tokenizer, options: GenerateOptions) -> list[str
     if tokenizer.is_multilingual:
         return []
     asked = {"language": options.language, "task": options.task}
-    usual = {"language": ("auto", "en"), "task": ("transcribe",)}
+    usual = {"language": ("auto", "each", "en"), "task": ("transcribe",)}
     return [
         f"the model knows only English; {name} {value} was ignored"
         for name, value in asked.items()
@@ -386,7 +397,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the decode step (first run: a minute)")
     add("--device", default=default_device(), help="cpu, cuda, cuda:1, mps")
     add("--precision", choices=PRECISIONS, help="default: fp32 on a CPU, fp16 elsewhere")
-    add("--language", default=default.language, help="code or name; auto detects (default)")
+    add("--language", default=default.language, help="code, name, auto (default), or each chunk")
     add("--task", default=default.task, choices=("transcribe", "translate"))
     add("--temperature", type=float, default=default.temperature, help="0: likeliest token")
     add("--top_k", type=int, default=default.top_k, help="draw among the k likeliest tokens")

@@ -41,6 +41,10 @@ MODEL_SIZES = {
 }
 # fmt: on
 
+# Seconds of audio that a window should hold at most, where it is not all 30: distilled models lose
+# text in longer ones. Source: distil-whisper README and paper, table 23.
+CHUNK_S = {"distil-large-v2": 15, "distil-large-v3": 25, "distil-large-v3.5": 25}
+
 # The cross-attention heads that follow the audio, as layer.head pairs.
 # Source: openai/whisper `whisper/__init__.py`, `_ALIGNMENT_HEADS`, unpacked.
 ALIGNMENT_HEADS = {
@@ -288,6 +292,7 @@ class Whisper(nn.Module):
         self.decoder = TextDecoder(args)
         self.n_rows = 0  # windows that the caches have room for
         self.decode_state: nn.Module | None = None  # what the decode loop carries, see generate.py
+        self.chunk_s = 30  # seconds of audio that a window should hold at most
         self.suppress_tokens: tuple[int, ...] | None = None  # never sampled; None: the tokenizer's
 
     @property

@@ -136,6 +136,7 @@ def test_files_a_b_a_and_a_fresh_process(tiny_en, samples, utterances):
     assert fresh.stdout.strip() == text_b
 
 
+@torch.no_grad()
 def test_compiled_equals_eager_in_one_frame(tiny_en, utterances):
     """Many steps, five files, prompts of two lengths: one graph, the eager tokens.
 

@@ -1,0 +1,61 @@
+"""The harness itself: normalisation, counts, and what the last line says."""
+
+import json
+
+import pytest
+from whisper.normalizers import EnglishTextNormalizer
+
+import eval as evaluation
+
+
+def test_counts_by_hand():
+    reference = "a b c d e f".split()
+    assert evaluation.count_errors(reference, "a x c d e f g".split()) == (1, 0, 1)
+    assert evaluation.count_errors(reference, "a c d e f".split()) == (0, 1, 0)
+    assert evaluation.count_errors([], ["x", "y"]) == (0, 0, 2)
+    assert evaluation.count_errors(reference, []) == (0, 6, 0)
+
+
+def test_normalisation_by_language():
+    assert evaluation.normalise("Mr. Smith paid $20,000!", "en") == (
+        EnglishTextNormalizer()("Mr. Smith paid $20,000!").split()
+    )
+    assert evaluation.normalise("Schöne Grüße!", "de") == ["schöne", "grüße"]
+    assert evaluation.normalise("你好，世界", "zh") == ["你", "好", "世", "界"]
+
+
+def test_repeats_beyond_the_reference():
+    phrase = "one two three four five".split()
+    assert evaluation.count_repeats(phrase * 3, phrase * 3) == 0
+    assert evaluation.count_repeats(phrase, phrase * 3) >= 2
+    assert evaluation.count_repeats(phrase, phrase) == 0
+
+
+@pytest.fixture
+def manifest(tmp_path, samples):
+    text = (samples / "short.txt").read_text(encoding="utf-8")
+    rows = [
+        {"audio": str(samples / "short.wav"), "duration_s": 11.795, "text": text,
+         "language": "en", "kind": "short", "set": "synthetic"},
+        {"audio": str(samples / "short.wav"), "duration_s": 11.795, "text": text,
+         "language": "de", "kind": "long", "set": "synthetic"},
+    ]  # fmt: skip
+    path = tmp_path / "manifest.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def test_last_line_is_json_with_the_figures(manifest, tiny_en, capsys):
+    args = ["--manifest", str(manifest), "--language", "en", "--model", "tiny.en"]
+    assert evaluation.main(args) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["systems"]["whisper-fast"]
+    assert figures["files"] == 1 and figures["words"] > 30
+    assert 0 < figures["wer"] < 25
+    errors = figures["substitutions"] + figures["deletions"] + figures["insertions"]
+    assert figures["wer"] == pytest.approx(100 * errors / figures["words"], abs=0.01)
+    assert figures["windows_per_30s"] == pytest.approx(30 / 11.795, abs=0.01)
+
+
+def test_nothing_to_do_is_an_error(manifest, capsys):
+    assert evaluation.main(["--manifest", str(manifest), "--language", "fr"]) == 1
+    assert "no file of the manifest" in capsys.readouterr().err
