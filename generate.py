@@ -49,7 +49,7 @@ from decode import (
 )
 from model import CHUNK_S, MODEL_SIZES, Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
-from stitch import Piece, Segment, Word, insert, split_segments, stitch, uncovered
+from stitch import Piece, Segment, Word, insert, split_segments, stitch, tighten, uncovered
 from tokenizer import Tokenizer, language_code
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
@@ -192,7 +192,7 @@ def transcribe(
     job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
     with tqdm(unit="s", disable=not show_progress, leave=False) as progress:
         words = job.run(progress)
-    segments = split_segments(words, job.energy_db)
+    segments = split_segments(tighten(words, job.is_voiced), job.energy_db)
     text = "".join(word.text for word in words).strip()
     return Transcript(text, segments, job.language, job.warnings, stats)
 

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from chunk_audio import FRAME_RATE, HOP_LENGTH, SILENCE_DB, Chunk, best_pause
+from stitch import COVER_S
 
 MAX_COMPRESSION_RATIO = 2.4  # openai; genuine repetition reaches 4, so never alone a reason
 MAX_CHARS_PER_S = 28.0  # of voiced audio; fast speech has 20
@@ -112,11 +113,13 @@ def gap_windows(
     """Chunks that hold the gap (s, s) and up to `context_s` before and after it.
 
     They start and end in pauses; a gap that is too long for one window is cut at its pauses.
+    `margin`: a gap begins that long after the last word, so the lost word began earlier.
     """
+    margin = round(COVER_S * FRAME_RATE)
     low, high = (round(t * FRAME_RATE) for t in gap)
     before, after = (round(t * FRAME_RATE) for t in context_s)
-    first = best_pause(energy_db, low - before, low)
-    last = best_pause(energy_db, high, high + after)
+    first = best_pause(energy_db, low - before, low - margin)
+    last = best_pause(energy_db, high + margin, high + after)
     chunks, longest = [], round(MAX_WINDOW_S * FRAME_RATE)
     while last - first > longest:
         cut = best_pause(energy_db, first + longest // 2, first + longest)

@@ -402,6 +402,23 @@ def _longest_s(word: Word) -> float:
     return STRETCH_S + STRETCH_PER_LETTER_S * len(_key(word.text))
 
 
+def tighten(words: Sequence[Word], is_voiced: np.ndarray) -> list[Word]:
+    """The words without the silence that the alignment gave them, by voice of 10 ms frames.
+
+    A word that holds no voice keeps its times.
+    """
+    tight = []
+    for word in words:
+        inside = _frames(word.start_s, word.end_s, len(is_voiced))
+        voiced = np.flatnonzero(is_voiced[inside])
+        if len(voiced):
+            start_s = max(word.start_s, (inside.start + int(voiced[0])) / FRAME_RATE)
+            end_s = min(word.end_s, (inside.start + int(voiced[-1]) + 1) / FRAME_RATE)
+            word = replace(word, start_s=start_s, end_s=max(end_s, start_s + MIN_WORD_S))
+        tight.append(word)
+    return tight
+
+
 def split_segments(
     words: Sequence[Word],
     energy_db: np.ndarray,

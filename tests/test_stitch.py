@@ -23,6 +23,7 @@ from stitch import (
     join,
     split_segments,
     stitch,
+    tighten,
     uncovered,
 )
 
@@ -582,3 +583,12 @@ def test_same_pieces_same_transcript():
     segments = split_segments(words, truth.energy_db)
     assert "".join(text_of(segment.words) for segment in segments) == text_of(words)
     assert_in_order(segments, 0, len(truth.energy_db) / 100)
+
+
+def test_a_word_starts_and_ends_with_its_voice():
+    is_voiced = np.zeros(1000, bool)
+    is_voiced[200:230] = True
+    words = [Word(" late", 1.0, 2.5, 0.9), Word(" silent", 5.0, 6.0, 0.9)]
+    tight = tighten(words, is_voiced)
+    assert (tight[0].start_s, tight[0].end_s) == (2.0, 2.3)
+    assert tight[1] == words[1]
