@@ -120,22 +120,22 @@ def token_begins(attention: np.ndarray) -> np.ndarray:
     """First position [n_rows] of each row on the best monotonic path through the attention.
 
     Dynamic time warping: the path goes from the first row and position to the last ones, one step
-    in either or both, and has the largest sum. Positions on one anti-diagonal do not depend on one
-    another, so each is a handful of array operations.
+    in either or both, and has the largest sum. Within a row the recurrence
+    cost[j] = min(before[j], cost[j - 1]) - attention[j] becomes a running minimum once the row's
+    cumulative sum is taken off, so a row is a handful of array operations.
     """
     n_rows, n_positions = attention.shape
-    cost = np.full((n_rows + 1, n_positions + 1), np.inf, dtype=np.float32)
-    step = np.zeros((n_rows + 1, n_positions + 1), dtype=np.int8)  # 0 both, 1 row, 2 position
+    cost = np.full((n_rows + 1, n_positions + 1), np.inf)
     cost[0, 0] = 0.0
-    for diagonal in range(2, n_rows + n_positions + 1):
-        i = np.arange(max(1, diagonal - n_positions), min(n_rows, diagonal - 1) + 1)
-        j = diagonal - i
-        before = np.stack((cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]))
-        step[i, j] = before.argmin(axis=0)
-        cost[i, j] = before.min(axis=0) - attention[i - 1, j - 1]
+    for i in range(1, n_rows + 1):
+        gain = np.cumsum(attention[i - 1], dtype=np.float64)
+        before = np.minimum(cost[i - 1, :-1], cost[i - 1, 1:])  # from the row above
+        before[1:] += gain[:-1]
+        cost[i, 1:] = np.minimum.accumulate(before) - gain
     begins = np.zeros(n_rows, dtype=np.int64)
     i, j = n_rows, n_positions
     while i > 0 and j > 0:
         begins[i - 1] = j - 1
-        i, j = i - (step[i, j] != 2), j - (step[i, j] != 1)
+        step = np.argmin((cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]))
+        i, j = i - (step != 2), j - (step != 1)
     return begins

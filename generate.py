@@ -49,11 +49,13 @@ from decode import (
 )
 from model import CHUNK_S, MODEL_SIZES, Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
+from quantize import make_cache, prepare_for_device, swap_modules
 from stitch import Piece, Segment, Word, insert, split_segments, stitch, tighten, uncovered
 from tokenizer import Tokenizer, language_code
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CACHE_DTYPES = PRECISIONS | {"int8": torch.int8}
 
 # Temperatures of a row that failed; few, since windows are also cut anew and openai's six steps
 # cost six decodings of what is mostly noise.
@@ -112,32 +114,52 @@ class Transcript:
 
 
 def load_model(
-    name_or_path: str = "base", device: str | torch.device = "cpu", precision: str | None = None
+    name_or_path: str | Path = "base",
+    device: str | torch.device = "cpu",
+    precision: str | None = None,
+    cache_dtype: str | None = None,
 ) -> tuple[Whisper, Tokenizer]:
-    """Load a checkpoint: a path to model.safetensors, or a model name, converted on first use.
+    """Load a checkpoint: a path to a .safetensors, or a model name, converted on first use.
 
-    precision is fp32, fp16 or bf16; by default fp32 on a CPU and fp16 elsewhere.
+    precision is fp32, fp16 or bf16 (of what is not quantized): by default fp32 on a CPU, fp16
+    elsewhere. cache_dtype may also be int8: the default where the weights are quantized and run
+    on a CPU, else the precision.
     Raises: FileNotFoundError, ValueError for what is missing, unknown or broken.
     """
     device = _usable_device(device)
-    path = Path(name_or_path)
-    if path.suffix != ".safetensors" and path.exists() and name_or_path not in MODEL_SIZES:
-        raise ValueError(f"{path} is not converted; run convert_hf_checkpoint.py {path} first")
-    if path.suffix != ".safetensors":
-        path = CHECKPOINTS / name_or_path / "model.safetensors"
-        if not path.exists():
-            convert(str(name_or_path), path.parent, name=str(name_or_path))
-            print(f"converted {name_or_path} into {path.parent}, once", file=sys.stderr)
+    path = _checkpoint_path(name_or_path)
     state_dict, metadata = load_checkpoint(path)
     dtype = PRECISIONS[precision or ("fp32" if device.type == "cpu" else "fp16")]
     with torch.device("meta"):
         model = Whisper(metadata.model_args)
+    if metadata.quantization:
+        swap_modules(model, metadata.quantization)
+        model.make_cache = make_cache
     model.load_state_dict(state_dict, strict=True, assign=True)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    prepare_for_device(model)
+    if cache_dtype is None and metadata.quantization and device.type == "cpu":
+        cache_dtype = "int8"
+    if cache_dtype is not None:
+        model.make_cache, model.cache_dtype = make_cache, CACHE_DTYPES[cache_dtype]
     model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
     model.chunk_s = CHUNK_S.get(metadata.name, WINDOW_S)
     return model, Tokenizer(path.parent / "tokenizer.model")
+
+
+def _checkpoint_path(name_or_path: str | Path) -> Path:
+    """The file of a model name, made on first use, or the path itself."""
+    path = Path(name_or_path)
+    if path.suffix == ".safetensors":
+        return path
+    if path.exists() and name_or_path not in MODEL_SIZES:
+        raise ValueError(f"{path} is not converted; run convert_hf_checkpoint.py {path} first")
+    path = CHECKPOINTS / name_or_path / "model.safetensors"
+    if not path.exists():
+        convert(str(name_or_path), path.parent, name=str(name_or_path))
+        print(f"converted {name_or_path} into {path.parent}, once", file=sys.stderr)
+    return path
 
 
 def _usable_device(name: str | torch.device) -> torch.device:
@@ -150,10 +172,12 @@ def _usable_device(name: str | torch.device) -> torch.device:
     return torch.device(name)
 
 
-def batch_rows(n_chunks: int, batch_size: int) -> int:
-    """Rows to allocate for so many chunks: a power of two or `batch_size`, so that few batch
-    sizes are ever compiled."""
-    return min(batch_size, 1 << max(0, n_chunks - 1).bit_length())
+def batch_rows(n_chunks: int, batch_size: int, is_compiled: bool) -> int:
+    """Rows to allocate for so many chunks.
+
+    Compiled steps have a power of two or `batch_size`, so that few sizes are ever compiled.
+    """
+    return min(batch_size, 1 << (n_chunks - 1).bit_length() if is_compiled else n_chunks)
 
 
 def _choose_language(
@@ -223,9 +247,10 @@ class LongAudio:
         chunks = [chunk for chunk in plan if voiced_s(self.is_voiced, chunk) > 0]
         if not chunks:
             return []
-        rows = batch_rows(len(chunks), self.options.batch_size)
+        is_compiled = self.decode_step is not decode_one_token
+        rows = batch_rows(len(chunks), self.options.batch_size, is_compiled)
         is_new = setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
-        if is_new and self.decode_step is not decode_one_token:
+        if is_new and is_compiled:
             with self.stats.timed("compile", self.model.device):
                 warm_up(self.model, self.decode_step, self.options.top_k)
         windows = encode_chunks(self.model, self.waveform, chunks, self.stats)
@@ -397,6 +422,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the decode step (first run: a minute)")
     add("--device", default=default_device(), help="cpu, cuda, cuda:1, mps")
     add("--precision", choices=PRECISIONS, help="default: fp32 on a CPU, fp16 elsewhere")
+    add("--cache_dtype", choices=CACHE_DTYPES, help="of keys and values; default: see load_model")
     add("--language", default=default.language, help="code, name, auto (default), or each chunk")
     add("--task", default=default.task, choices=("transcribe", "translate"))
     add("--temperature", type=float, default=default.temperature, help="0: likeliest token")
@@ -414,7 +440,8 @@ def options_from_args(args: argparse.Namespace) -> GenerateOptions:
 
 
 def load_from_args(args: argparse.Namespace) -> tuple[Whisper, Tokenizer]:
-    return load_model(args.checkpoint_path or args.model, args.device, args.precision)
+    name = args.checkpoint_path or args.model
+    return load_model(name, args.device, args.precision, args.cache_dtype)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

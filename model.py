@@ -8,7 +8,7 @@ section 2.2. Layout of caches and fused projections: gpt-fast.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -291,6 +291,8 @@ class Whisper(nn.Module):
         self.encoder = AudioEncoder(args)
         self.decoder = TextDecoder(args)
         self.n_rows = 0  # windows that the caches have room for
+        self.make_cache: Callable[..., KVCache] = KVCache  # or another with its two methods
+        self.cache_dtype: torch.dtype | None = None  # of the caches; None: the weights' own
         self.decode_state: nn.Module | None = None  # what the decode loop carries, see generate.py
         self.chunk_s = 30  # seconds of audio that a window should hold at most
         self.suppress_tokens: tuple[int, ...] | None = None  # never sampled; None: the tokenizer's
@@ -303,22 +305,23 @@ class Whisper(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.encoder.positions.dtype
 
-    def setup_caches(self, n_rows: int, dtype: torch.dtype | None = None) -> None:
-        """Allocate self- and cross-attention caches for `n_rows` windows at once.
+    def setup_caches(self, n_rows: int) -> None:
+        """Allocate self- and cross-attention caches for `n_rows` windows, with `make_cache`.
 
-        Does nothing where that many rows are there already in that dtype (default: the model's).
+        Does nothing where that many rows are there already.
         """
-        args, dtype = self.args, dtype or self.dtype
-        first = self.decoder.layers[0].attn.kv_cache
-        if self.n_rows == n_rows and first is not None and first.k_cache.dtype == dtype:
+        if self.n_rows == n_rows:
             return
+        args, dtype = self.args, self.cache_dtype or self.dtype
         with torch.device(self.device):
             for layer in self.decoder.layers:
                 for attn, n_ctx in (
                     (layer.attn, args.n_text_ctx),
                     (layer.cross_attn, args.n_audio_ctx),
                 ):
-                    attn.kv_cache = KVCache(n_rows, n_ctx, args.n_head, args.head_dim, dtype)
+                    attn.kv_cache = self.make_cache(
+                        n_rows, n_ctx, args.n_head, args.head_dim, dtype
+                    )
                 if layer.cross_attn.alignment_heads:
                     n_heads = len(layer.cross_attn.alignment_heads)
                     shape = (n_rows, n_heads, args.n_text_ctx, args.head_dim)

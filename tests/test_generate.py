@@ -101,7 +101,7 @@ def token_lists(model, tokenizer, waveform, step=decode_one_token, **options) ->
     """Tokens of each chunk of a waveform, as the first pass of `transcribe` decodes them."""
     batch_size = options.pop("batch_size", 8)
     chunks = plan_chunks(waveform, frame_energy_db(waveform))
-    setup_decoding(model, tokenizer, batch_rows(len(chunks), batch_size))
+    setup_decoding(model, tokenizer, min(len(chunks), batch_size))
     slots = Slots(model, tokenizer, DecodeOptions("en", **options), Stats())
     with torch.no_grad():
         windows = encode_chunks(model, waveform, chunks, Stats())
@@ -323,10 +323,10 @@ def test_options_that_are_not_allowed(options, message):
         GenerateOptions(**options)
 
 
-def test_batch_rows_takes_few_sizes():
-    sizes = {batch_rows(n_chunks, 8) for n_chunks in range(200)}
-    assert sizes == {1, 2, 4, 8}
-    assert all(batch_rows(n, 6) >= min(n, 6) for n in range(20))
+def test_compiled_batches_have_few_sizes():
+    assert {batch_rows(n, 8, is_compiled=True) for n in range(1, 200)} == {1, 2, 4, 8}
+    assert all(batch_rows(n, 6, is_compiled=True) >= min(n, 6) for n in range(1, 20))
+    assert [batch_rows(n, 8, is_compiled=False) for n in (1, 3, 20)] == [1, 3, 8]
 
 
 def test_caches_are_kept_and_not_saved():

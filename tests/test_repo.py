@@ -43,6 +43,7 @@ MAY_IMPORT = {
 LATE_IMPORTS = {
     ("tokenizer.py", "sentencepiece"),  # protobuf module, only the writer of a tokenizer needs it
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
+    ("quantize.py", "torch.utils"),  # the extension builder changes sys.path
     ("eval.py", "faster_whisper"),  # rivals, needed only where compared with
     ("eval.py", "whisper"),
     ("benchmark.py", "faster_whisper"),
