@@ -1,0 +1,501 @@
+"""Quantize a checkpoint to int8 or int4, and the modules and caches that run it.
+
+In:  `model.safetensors` of convert_hf_checkpoint.py.
+Out: beside it `model_int8.safetensors` or `model_int4_g64.safetensors`, with the settings in the
+     header. Files are the same for all devices; weights are packed for one when they are loaded.
+
+Every linear layer and the embedding table, which is also the output head, are quantized. int4
+makes the encoder int8: it computes more than it reads, and int4 costs it accuracy for few bytes.
+    int8: q [N, K] int8, scales [N]: weight = q * scale, one scale per output channel.
+    int4: q [N, K / 2] uint8, two values a byte, scales and zeros [N, K / groupsize] fp16:
+          weight = (q - zero) * scale.
+On a CPU both run as int8 x int8 products with one scale per row of activations, so a row's result
+does not depend on its batch. int4 is turned into int8 when loaded there: it makes the file small,
+not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
+
+Leaves loading and decoding to `generate.py`. The CPU's operators are in `int8_attention.cpp`.
+Source: Badri and Shaji, "Half-Quadratic Quantization", 2023; swapped modules: gpt-fast.
+
+    python quantize.py --checkpoint_path checkpoints/base/model.safetensors --mode int8
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from convert_hf_checkpoint import load_checkpoint, save_checkpoint
+from model import KVCache, ModelArgs, Whisper, write_at
+
+MODES, GROUP_SIZES, SCHEMES = ("int8", "int4"), (32, 64, 128, 256), ("hqq", "rtn")
+LANES = 16  # outputs side by side in the CPU's packed weights, see int8_attention.cpp
+INNER_K_TILES = 8  # of torch's int4 kernel for CUDA: it takes K in steps of 16 * 8
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What to do to a checkpoint. Raises: ValueError for a value that is not allowed."""
+
+    mode: str = "int8"  # or int4
+    groupsize: int = 64  # input channels that share a scale and a zero (int4)
+    scheme: str = "hqq"  # or rtn, round to nearest (int4)
+    encoder: bool = True  # quantize the encoder's linear layers too
+
+    def __post_init__(self):
+        for name, allowed in (("mode", MODES), ("groupsize", GROUP_SIZES), ("scheme", SCHEMES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+
+
+# ---- the CPU's own operators -----------------------------------------------------------------
+
+
+@functools.cache
+def load_kernels() -> bool:
+    """Compile and load int8_attention.cpp; False, with one warning, where that is impossible.
+
+    The first call takes half a minute; the result stays in torch's extension folder, named after
+    this processor, whose own instructions it uses.
+    """
+    from torch.utils import cpp_extension  # late: it changes sys.path
+
+    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
+    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    try:
+        cpp_extension.load(
+            name=f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}",
+            sources=[str(Path(__file__).with_name("int8_attention.cpp"))],
+            extra_cflags=["-O3", "-march=native", "-fopenmp"],
+            is_python_module=False,
+        )
+    except (OSError, RuntimeError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
+        print(f"warning: cannot compile int8_attention.cpp ({reason}): {remedy}", file=sys.stderr)
+        return False
+
+    # What the operators return, for the compiler, which does not run them.
+    @torch.library.register_fake("whisper_fast::attend_one")
+    def _(q, k, v, k_scales, v_scales, mask):
+        return q.new_empty(q.shape, dtype=torch.float32)
+
+    @torch.library.register_fake("whisper_fast::int8_linear")
+    def _(x, packed, scales, bias):
+        return x.new_empty((*x.shape[:-1], len(scales)), dtype=torch.float32)
+
+    return True
+
+
+# ---- int8 ------------------------------------------------------------------------------------
+
+
+def quantize_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 along the last dimension: [..., K] -> int8 [..., K], float32 scales [...].
+
+    The error of a value is at most half a scale, which is the largest magnitude / 127.
+    """
+    values = values.float()
+    scales = values.abs().amax(dim=-1).clamp(min=1e-20) / 127
+    return (values / scales[..., None]).round().to(torch.int8), scales
+
+
+class Int8Linear(nn.Module):
+    """x [..., K] -> x @ (weight * scales).T + bias [..., N], in x's dtype."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.register_buffer("weight", torch.empty(out_features, in_features, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty(out_features))
+        self.register_buffer("bias", torch.empty(out_features) if bias else None)
+        self.register_buffer("packed", None, persistent=False)  # takes the place of `weight`
+
+    @staticmethod
+    def quantize(weight: Tensor, options: QuantizeOptions) -> dict[str, Tensor]:
+        q, scales = quantize_int8(weight)
+        return {"weight": q, "scales": scales}
+
+    def pack(self) -> None:
+        """Lay the weights out for the CPU operator; elsewhere they stay as they are."""
+        if self.weight.device.type != "cpu":
+            return
+        self.scales = self.scales.float()
+        self.bias = None if self.bias is None else self.bias.float()
+        if load_kernels() and "AVX" in torch.backends.cpu.get_cpu_capability():
+            N, K = self.weight.shape
+            weight = F.pad(self.weight, (0, -K % 4, 0, -N % LANES))
+            packed = weight.view(-1, LANES, weight.shape[1] // 4, 4).transpose(1, 2)
+            packed = packed.contiguous().view(torch.uint8) ^ 128  # [N / 16, K / 4, 16, 4], q + 128
+            self.packed, self.weight = packed, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            y = torch.ops.whisper_fast.int8_linear(x, self.packed, self.scales, self.bias)
+            return y.to(x.dtype)  # [..., N]
+        if x.device.type != "cpu":
+            weight = self.weight * self.scales[:, None]  # a compiled step does not store it
+            return F.linear(x, weight.to(x.dtype), self.bias)
+        q, x_scales = quantize_int8(x)
+        y = torch._int_mm(q.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
+        y = y * (x_scales[..., None] * self.scales)  # [..., N]
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class Int8Embedding(Int8Linear):
+    """The tied table: tokens [B, S] -> [B, S, dim], and `project` hidden states to logits."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, out_features, bias)
+        self.out_dtype = torch.get_default_dtype()
+
+    def pack(self) -> None:
+        self.out_dtype = self.scales.dtype
+        super().pack()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.packed is None:
+            rows = self.weight[tokens]  # [B, S, dim]
+        else:
+            blocks = self.packed[tokens // LANES, :, tokens % LANES]  # [B, S, dim / 4, 4]
+            rows = blocks.flatten(-2).to(torch.int16) - 128  # [B, S, dim]
+        return (rows * self.scales[tokens][..., None]).to(self.out_dtype)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)  # [B, S, n_vocab]
+
+
+# ---- int4 ------------------------------------------------------------------------------------
+
+
+def quantize_int4(weight: Tensor, groupsize: int, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [N, K] -> q [N, K_padded / 2] uint8, scales and zeros [N, n_group] float16.
+
+    K is padded with zeros to whole groups. The even input channel is in the high half of a byte.
+    """
+    N, K = weight.shape
+    w = F.pad(weight.float(), (0, -K % groupsize)).view(N, -1, groupsize)  # [N, n_group, groupsize]
+    # The grid holds 0, so that zeros stay within 0 .. 15; scales stay above 0 as float16.
+    low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-6)
+    zeros = -low / scales
+    if scheme == "hqq":
+        scales, zeros = _half_quadratic(w, scales, zeros)
+    scales, zeros = scales.half(), zeros.half()
+    q = (w / scales + zeros).round().clamp(0, 15).to(torch.uint8).view(N, -1)
+    return q[:, 0::2] << 4 | q[:, 1::2], scales.squeeze(-1), zeros.squeeze(-1)
+
+
+def _half_quadratic(w: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """Better scales and zeros for groups w [N, n_group, groupsize], without any data.
+
+    Minimises sum |residual|^p, p < 1, which lets few large errors be and makes the many small. An
+    auxiliary variable `outliers` splits it into steps of closed form: a soft threshold of the
+    residual, then least squares for zero and scale of what remains, while the penalty `beta` grows.
+    Residuals are counted in steps of the grid, so that one beta fits every layer. Each group keeps
+    the best pair that it saw.
+
+    Source: the paper's splitting and threshold. The scale's update and the units are ours; `beta`
+    and its growth were chosen by the error over the weights of Whisper base.
+    """
+    p, beta = 0.7, 2.0
+    best = (scales, zeros, torch.full_like(scales, torch.inf))
+    for _ in range(20):
+        q = (w / scales + zeros).round().clamp(0, 15)
+        residual = w / scales - (q - zeros)
+        size = residual.abs()
+        slope = size.clamp(min=1e-8).pow(p - 1)
+        error = (size * slope).mean(-1, keepdim=True) * scales**p
+        is_better = error < best[2]
+        pairs = zip((scales, zeros, error), best, strict=True)
+        best = tuple(torch.where(is_better, new, old) for new, old in pairs)
+        outliers = residual.sign() * (size - slope / beta).clamp(min=0)
+        zeros = (q - w / scales + outliers).mean(-1, keepdim=True)
+        centred, target = q - zeros, w - outliers * scales
+        square = centred.square().sum(-1, keepdim=True).clamp(min=1e-8)
+        scales = ((centred * target).sum(-1, keepdim=True) / square).clamp(min=1e-6)
+        beta *= 1.1
+    return best[0], best[1]
+
+
+class Int4Linear(nn.Module):
+    """x [..., K] -> x @ dequantized weight.T + bias [..., N], in x's dtype."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, groupsize: int):
+        super().__init__()
+        self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
+        N, n_group = out_features, -(-in_features // groupsize)
+        weight = torch.empty(N, n_group * groupsize // 2, dtype=torch.uint8)
+        self.register_buffer("weight", weight)
+        for name in ("scales", "zeros"):
+            self.register_buffer(name, torch.empty(N, n_group, dtype=torch.float16))
+        self.register_buffer("bias", torch.empty(N) if bias else None)
+        for name in ("packed", "scales_and_zeros"):  # for CUDA
+            self.register_buffer(name, None, persistent=False)
+
+    @staticmethod
+    def quantize(weight: Tensor, options: QuantizeOptions) -> dict[str, Tensor]:
+        # A few rows at a time stay in the processor's cache, which is 3 times faster.
+        parts = [quantize_int4(w, options.groupsize, options.scheme) for w in weight.split(2048)]
+        q, scales, zeros = map(torch.cat, zip(*parts, strict=True))
+        return {"weight": q, "scales": scales, "zeros": zeros}
+
+    def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """The weights of some outputs [..., K], in the dtype of the scales."""
+        q, scales, zeros = self.weight[rows], self.scales[rows], self.zeros[rows]
+        q = torch.stack((q >> 4, q & 15), dim=-1)  # [..., K_padded / 2, 2]
+        q = q.reshape(*scales.shape, self.groupsize)  # [..., n_group, groupsize]
+        weight = (q - zeros[..., None]) * scales[..., None]
+        return weight.flatten(-2)[..., : self.in_features]  # [..., K]
+
+    def as_int8(self) -> Int8Linear:
+        """The same layer with one scale per output, for the CPU. Rounds once more."""
+        kind = Int8Embedding if isinstance(self, Int4Embedding) else Int8Linear
+        module = kind(self.in_features, self.out_features, self.bias is not None)
+        module.weight, scales = quantize_int8(self.dequantize())
+        module.scales, module.bias = scales.to(self.scales.dtype), self.bias
+        return module
+
+    def pack(self) -> None:
+        """On CUDA, lay the weights out for torch's int4 kernel where their shape allows it."""
+        if self.weight.device.type != "cuda" or self.weight.shape[1] * 2 % (16 * INNER_K_TILES):
+            return
+        pad = (0, 0, 0, -self.out_features % 8)  # the kernel makes whole eights of outputs
+        weight = F.pad(self.weight, pad)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack(weight, INNER_K_TILES)
+        # It reads (q - 8) * scale + zero.
+        pairs = torch.stack((self.scales, (8 - self.zeros) * self.scales), dim=-1).bfloat16()
+        pairs = F.pad(pairs, (0, 0, *pad))  # [N_padded, n_group, 2]
+        self.scales_and_zeros = pairs.transpose(0, 1).contiguous()  # [n_group, N_padded, 2]
+        if not isinstance(self, Int4Embedding):  # which looks rows up
+            self.weight = self.scales = self.zeros = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.linear(x, self.dequantize().to(x.dtype), self.bias)
+        K_padded = len(self.scales_and_zeros) * self.groupsize
+        rows = F.pad(x.flatten(0, -2), (0, K_padded - self.in_features)).bfloat16()
+        int4_mm = torch.ops.aten._weight_int4pack_mm
+        y = int4_mm(rows, self.packed, self.groupsize, self.scales_and_zeros)
+        y = y[:, : self.out_features].to(x.dtype).view(*x.shape[:-1], -1)  # [..., N]
+        return y if self.bias is None else y + self.bias
+
+
+class Int4Embedding(Int4Linear):
+    """The tied table: tokens [B, S] -> [B, S, dim], and `project` hidden states to logits."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.dequantize(tokens)  # [B, S, dim]
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)  # [B, S, n_vocab]
+
+
+# ---- whole models ----------------------------------------------------------------------------
+
+_QUANTIZED = {
+    ("int8", nn.Linear): Int8Linear,
+    ("int8", nn.Embedding): Int8Embedding,
+    ("int4", nn.Linear): Int4Linear,
+    ("int4", nn.Embedding): Int4Embedding,
+}
+
+
+def quantize_state_dict(
+    state_dict: dict[str, Tensor], model_args: ModelArgs, options: QuantizeOptions
+) -> tuple[dict[str, Tensor], dict, list[tuple[str, str]]]:
+    """-> quantized state dict, settings for its header, (name, reason) of all that was left.
+
+    What is left in float32 becomes float16.
+    Raises: ValueError where nothing is quantized.
+    """
+    with torch.device("meta"):
+        network = Whisper(model_args)
+    modules, skipped, result = {}, [], dict(state_dict)
+    for name, module in network.named_modules():
+        if not hasattr(module, "weight") or isinstance(module, nn.LayerNorm):
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            skipped.append((name, f"{type(module).__name__} is small and runs once a window"))
+        elif name.startswith("encoder.") and not options.encoder:
+            skipped.append((name, "--no-encoder"))
+        elif f"{name}.weight" not in state_dict:
+            skipped.append((name, "not in the checkpoint"))
+        else:
+            modules[name] = "int8" if name.startswith("encoder.") else options.mode
+            kind = _QUANTIZED[modules[name], type(module)]
+            parts = kind.quantize(result.pop(f"{name}.weight"), options)
+            result |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    if not modules:
+        raise ValueError(f"nothing to quantize to {options.mode}; skipped: {skipped}")
+    for name in state_dict.keys() & result.keys():
+        if result[name].dtype == torch.float32:
+            result[name] = result[name].half()
+    return result, dataclasses.asdict(options) | {"modules": modules}, skipped
+
+
+def swap_modules(model: Whisper, settings: dict) -> int:
+    """Put quantized modules where a checkpoint's header says; returns how many.
+
+    For a model on `meta` before its weights are loaded. The embedding table becomes the head too.
+    Raises: ValueError for settings that this program does not know.
+    """
+    modules = settings.get("modules", {})
+    try:
+        options = QuantizeOptions(**{k: v for k, v in settings.items() if k != "modules"})
+        for name, mode in modules.items():
+            old = model.get_submodule(name)
+            N, K = old.weight.shape
+            kind, groupsize = _QUANTIZED[mode, type(old)], (options.groupsize,) * (mode == "int4")
+            model.set_submodule(name, kind(K, N, hasattr(old, "bias"), *groupsize))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"unknown quantization in a checkpoint: {error!r}") from error
+    _tie_head(model)
+    return len(modules)
+
+
+def _tie_head(model: Whisper) -> None:
+    if not isinstance(model.decoder.embedding, nn.Embedding):
+        model.decoder.output = model.decoder.embedding.project
+
+
+def prepare_for_device(model: Whisper) -> None:
+    """Pack quantized weights for the device that they are on. Call once, after loading."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Int4Linear) and module.weight.device.type == "cpu":
+            module = module.as_int8()
+            model.set_submodule(name, module)
+        if isinstance(module, (Int8Linear, Int4Linear)):
+            module.pack()
+    _tie_head(model)
+
+
+# ---- caches ----------------------------------------------------------------------------------
+
+
+class StepCache(KVCache):
+    """KVCache whose single steps run in the CPU's own operator, in float32, where there is one.
+
+    It reads as far as the mask shows, so a mask must show a beginning of the context.
+    """
+
+    def __init__(self, n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype):
+        super().__init__(n_rows, n_ctx, n_head, head_dim, dtype)
+        is_known = self.k_cache.device.type == "cpu" and dtype in (torch.float32, torch.int8)
+        self.has_kernel = is_known and load_kernels()
+
+    def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not self.has_kernel or q.shape[2] != 1:
+            return super().attend(rows, q, mask)
+        k, v = self.k_cache[rows], self.v_cache[rows]
+        return torch.ops.whisper_fast.attend_one(q, k, v, None, None, mask).to(q.dtype)
+
+
+class Int8KVCache(StepCache):
+    """int8 keys and values, with one scale per position and head [n_rows, H, n_ctx]."""
+
+    def __init__(self, n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype):
+        super().__init__(n_rows, n_ctx, n_head, head_dim, torch.int8)
+        for name in ("k_scales", "v_scales"):
+            self.register_buffer(name, torch.zeros(n_rows, n_head, n_ctx), persistent=False)
+
+    def write(self, rows: slice, k: Tensor, v: Tensor, input_pos: Tensor | None = None) -> None:
+        for values, cache, scales in (
+            (k, self.k_cache[rows], self.k_scales[rows]),
+            (v, self.v_cache[rows], self.v_scales[rows]),
+        ):
+            q, q_scales = quantize_int8(values)  # [B, H, S, D], [B, H, S]
+            if input_pos is None:
+                cache.copy_(q)
+                scales.copy_(q_scales)
+            else:
+                write_at(cache, input_pos, q)
+                write_at(scales, input_pos, q_scales)
+
+    def keys(self, rows: slice) -> Tensor:
+        return self.k_cache[rows] * self.k_scales[rows][..., None]
+
+    def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
+        k, k_scales = self.k_cache[rows], self.k_scales[rows]
+        v, v_scales = self.v_cache[rows], self.v_scales[rows]
+        if self.has_kernel and q.shape[2] == 1:
+            return torch.ops.whisper_fast.attend_one(q, k, v, k_scales, v_scales, mask).to(q.dtype)
+        if q.is_cuda and q.shape[2] == 1 and torch.compiler.is_compiling():
+            # Sums instead of matrix products: the compiler reads int8 in them, without a copy.
+            scores = (q * k).sum(-1, dtype=torch.float32) * k_scales * q.shape[-1] ** -0.5
+            if mask is not None:
+                scores = scores.masked_fill(~mask[:, :, 0], -torch.inf)  # [B, H, n_ctx]
+            probs = scores.softmax(dim=-1) * v_scales
+            return (probs[..., None] * v).sum(-2, keepdim=True).to(q.dtype)  # [B, H, 1, D]
+        k, v = ((t * s[..., None]).to(q.dtype) for t, s in ((k, k_scales), (v, v_scales)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def make_cache(n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype) -> KVCache:
+    """The cache for a dtype, for `Whisper.setup_caches`: int8, or what torch can attend in."""
+    kind = Int8KVCache if dtype == torch.int8 else StepCache
+    return kind(n_rows, n_ctx, n_head, head_dim, dtype)
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+def output_path(checkpoint_path: Path, options: QuantizeOptions) -> Path:
+    """Beside the checkpoint. The name is a label for people: programs read the header."""
+    scheme = "" if options.scheme == "hqq" else f"_{options.scheme}"
+    details = f"{scheme}_g{options.groupsize}" if options.mode == "int4" else ""
+    return checkpoint_path.with_name(f"{checkpoint_path.stem}_{options.mode}{details}.safetensors")
+
+
+def quantize_checkpoint(checkpoint_path: Path, options: QuantizeOptions) -> Path:
+    """Write the quantized file, report on stderr, return its path.
+
+    Raises: FileNotFoundError; ValueError for a file that is no checkpoint or quantized already.
+    """
+    state_dict, metadata = load_checkpoint(checkpoint_path)
+    if metadata.quantization is not None:
+        raise ValueError(f"{checkpoint_path} is quantized already; give the one it was made from")
+    float32_bytes = sum(4 * tensor.numel() for tensor in state_dict.values())
+    state_dict, settings, skipped = quantize_state_dict(state_dict, metadata.model_args, options)
+    for name, reason in skipped:
+        print(f"left as it is: {name} ({reason})", file=sys.stderr)
+    dtype, path = state_dict["encoder.positions"].dtype, output_path(checkpoint_path, options)
+    metadata = dataclasses.replace(metadata, dtype=dtype, quantization=settings)
+    save_checkpoint(path, state_dict, metadata)
+    old_mb, new_mb = (file.stat().st_size / 1e6 for file in (checkpoint_path, path))
+    print(
+        f"{len(settings['modules'])} matrices to {options.mode}: {old_mb:.1f} -> {new_mb:.1f} MB, "
+        f"{new_mb * 1e6 / float32_bytes:.3f} of float32",
+        file=sys.stderr,
+    )
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    default = QuantizeOptions()
+    parser = argparse.ArgumentParser(description="Make a Whisper checkpoint int8 or int4.")
+    add = parser.add_argument
+    add("--checkpoint_path", type=Path, required=True, help="model.safetensors to read")
+    add("--mode", choices=MODES, default=default.mode)
+    add("--groupsize", type=int, choices=GROUP_SIZES, default=default.groupsize, help="int4 only")
+    add("--scheme", choices=SCHEMES, default=default.scheme, help="int4 only; rtn: plain rounding")
+    add("--encoder", action=argparse.BooleanOptionalAction, default=default.encoder,
+        help="quantize the encoder too")  # fmt: skip
+    args = vars(parser.parse_args(argv))
+    try:
+        print(quantize_checkpoint(args.pop("checkpoint_path"), QuantizeOptions(**args)))
+    except (OSError, ValueError, SafetensorError) as error:
+        print(f"quantize.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
