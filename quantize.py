@@ -66,7 +66,7 @@ def load_kernels() -> bool:
     The first call takes half a minute; the result stays in torch's extension folder, named after
     this processor, whose own instructions it uses.
     """
-    from torch.utils import cpp_extension  # late: it changes sys.path
+    from torch.utils import cpp_extension  # late: it adds to the module search path
 
     cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
     flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)

@@ -29,29 +29,29 @@ PARTS = {
     "quantize": {"model", "convert_hf_checkpoint"},  # reads and writes the same files
     "align": {"model", "stitch", "tokenizer"},
     "decode": {"align", "chunk_audio", "model", "stitch", "tokenizer"},
-    "quality": {"chunk_audio"},
+    "quality": {"chunk_audio", "stitch"},
 }
 MAY_IMPORT = {
     **{name: set() for name in LEAVES},
     **PARTS,
     "convert_hf_checkpoint": {"ct2_reader", "model", "tokenizer"},
     "generate": {*LEAVES, *PARTS, "leaf", "convert_hf_checkpoint"},
-    "eval": {"generate", "leaf", *PARTS},
-    "benchmark": {"generate", "leaf", *PARTS},
+    "eval": {*LEAVES, *PARTS, "leaf", "generate", "rivals"},
+    "benchmark": {*LEAVES, *PARTS, "leaf", "generate", "rivals", "eval"},
 }
 # Imports inside functions, each with its reason.
 LATE_IMPORTS = {
     ("tokenizer.py", "sentencepiece"),  # protobuf module, only the writer of a tokenizer needs it
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
-    ("quantize.py", "torch.utils"),  # the extension builder changes sys.path
-    ("eval.py", "faster_whisper"),  # rivals, needed only where compared with
-    ("eval.py", "whisper"),
-    ("benchmark.py", "faster_whisper"),
-    ("benchmark.py", "whisper"),
+    ("quantize.py", "torch"),  # the extension builder changes sys.path
+    ("rivals.py", "faster_whisper"),  # needed only where compared with
+    ("rivals.py", "transformers"),
+    ("rivals.py", "whisper"),
 }
 DEV_ONLY = {"whisper", "transformers", "tiktoken", "jiwer", "faster_whisper", "librosa", "pytest"}
 # The scripts that measure quality need a word error rate; nobody who only transcribes runs them.
-DEV_ALLOWED = {"eval.py": {"jiwer", "whisper"}, "benchmark.py": {"jiwer", "whisper"}}
+_SCORES = {"jiwer", "whisper", "tiktoken"}
+DEV_ALLOWED = {"eval.py": _SCORES, "benchmark.py": _SCORES}
 # Import name -> name in requirements.txt, where they differ.
 PACKAGE_NAMES = {"google": "protobuf"}
 
