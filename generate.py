@@ -47,7 +47,7 @@ from decode import (
     setup_decoding,
     warm_up,
 )
-from model import CHUNK_S, MODEL_SIZES, Whisper
+from model import CHUNK_S, MODEL_SIZES, KVCache, Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
 from quantize import make_cache, prepare_for_device, swap_modules
 from stitch import Piece, Segment, Word, insert, split_segments, stitch, tighten, uncovered
@@ -132,9 +132,9 @@ def load_model(
     dtype = PRECISIONS[precision or ("fp32" if device.type == "cpu" else "fp16")]
     with torch.device("meta"):
         model = Whisper(metadata.model_args)
-    if metadata.quantization:
-        swap_modules(model, metadata.quantization)
-        model.make_cache = make_cache
+        if metadata.quantization:
+            swap_modules(model, metadata.quantization)
+            model.make_cache = make_cache
     model.load_state_dict(state_dict, strict=True, assign=True)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     prepare_for_device(model)
@@ -397,9 +397,12 @@ def report(stats: Stats, model: Whisper, total_s: float) -> str:
 
 def step_bytes(model: Whisper) -> int:
     """Bytes of the decoder's weights and of the cross-attention caches, which each step reads."""
-    weights = sum(tensor.nbytes for tensor in model.decoder.state_dict().values())
-    caches = (layer.cross_attn.kv_cache for layer in model.decoder.layers)
-    return weights + sum(buffer.nbytes for cache in caches for buffer in cache.buffers())
+    caches = [m for m in model.decoder.modules() if isinstance(m, KVCache)]
+    cached = sum(buffer.nbytes for cache in caches for buffer in cache.buffers())
+    tensors = itertools.chain(model.decoder.parameters(), model.decoder.buffers())
+    weights = sum(tensor.nbytes for tensor in tensors) - cached
+    cross = (layer.cross_attn.kv_cache for layer in model.decoder.layers)
+    return weights + sum(buffer.nbytes for cache in cross for buffer in cache.buffers())
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -13,7 +13,7 @@ On a CPU both run as int8 x int8 products with one scale per row of activations,
 does not depend on its batch. int4 is turned into int8 when loaded there: it makes the file small,
 not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
 
-Leaves loading and decoding to `generate.py`. The CPU's operators are in `int8_attention.cpp`.
+Leaves loading and decoding to `generate.py`. The CPU's operators are in `int8_kernels.cpp`.
 Source: Badri and Shaji, "Half-Quadratic Quantization", 2023; swapped modules: gpt-fast.
 
     python quantize.py --checkpoint_path checkpoints/base/model.safetensors --mode int8
@@ -37,7 +37,7 @@ from convert_hf_checkpoint import load_checkpoint, save_checkpoint
 from model import KVCache, ModelArgs, Whisper, write_at
 
 MODES, GROUP_SIZES, SCHEMES = ("int8", "int4"), (32, 64, 128, 256), ("hqq", "rtn")
-LANES = 16  # outputs side by side in the CPU's packed weights, see int8_attention.cpp
+LANES = 16  # outputs side by side in the CPU's packed weights, see int8_kernels.cpp
 INNER_K_TILES = 8  # of torch's int4 kernel for CUDA: it takes K in steps of 16 * 8
 
 
@@ -61,7 +61,7 @@ class QuantizeOptions:
 
 @functools.cache
 def load_kernels() -> bool:
-    """Compile and load int8_attention.cpp; False, with one warning, where that is impossible.
+    """Compile and load int8_kernels.cpp; False, with one warning, where that is impossible.
 
     The first call takes half a minute; the result stays in torch's extension folder, named after
     this processor, whose own instructions it uses.
@@ -73,14 +73,14 @@ def load_kernels() -> bool:
     try:
         cpp_extension.load(
             name=f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}",
-            sources=[str(Path(__file__).with_name("int8_attention.cpp"))],
+            sources=[str(Path(__file__).with_name("int8_kernels.cpp"))],
             extra_cflags=["-O3", "-march=native", "-fopenmp"],
             is_python_module=False,
         )
     except (OSError, RuntimeError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
-        print(f"warning: cannot compile int8_attention.cpp ({reason}): {remedy}", file=sys.stderr)
+        print(f"warning: cannot compile int8_kernels.cpp ({reason}): {remedy}", file=sys.stderr)
         return False
 
     # What the operators return, for the compiler, which does not run them.
@@ -232,8 +232,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
         N, n_group = out_features, -(-in_features // groupsize)
-        weight = torch.empty(N, n_group * groupsize // 2, dtype=torch.uint8)
-        self.register_buffer("weight", weight)
+        self.weight = nn.Buffer(torch.empty(N, n_group * groupsize // 2, dtype=torch.uint8))
         for name in ("scales", "zeros"):
             self.register_buffer(name, torch.empty(N, n_group, dtype=torch.float16))
         self.register_buffer("bias", torch.empty(N) if bias else None)
