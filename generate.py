@@ -401,7 +401,7 @@ def step_bytes(model: Whisper) -> int:
     cached = sum(buffer.nbytes for cache in caches for buffer in cache.buffers())
     tensors = itertools.chain(model.decoder.parameters(), model.decoder.buffers())
     weights = sum(tensor.nbytes for tensor in tensors) - cached
-    cross = (layer.cross_attn.kv_cache for layer in model.decoder.layers)
+    cross = [cache for cache in caches if cache.k_cache.shape[2] == model.args.n_audio_ctx]
     return weights + sum(buffer.nbytes for cache in cross for buffer in cache.buffers())
 
 

@@ -144,6 +144,7 @@ class SelfAttention(nn.Module):
         self.wqkv = nn.Linear(args.dim, 3 * args.dim)  # Whisper's keys have no bias: zeros here
         self.wo = nn.Linear(args.dim, args.dim)
         self.kv_cache: KVCache | None = None
+        self.attend = F.scaled_dot_product_attention  # without a cache; another may plug in
 
     def forward(
         self, x: Tensor, input_pos: Tensor | None = None, mask: Tensor | None = None,
@@ -151,7 +152,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         q, k, v = (split_heads(t, self.n_head) for t in self.wqkv(x).chunk(3, dim=-1))
         if input_pos is None:
-            y = F.scaled_dot_product_attention(q, k, v)  # [B, H, S, D]
+            y = self.attend(q, k, v)  # [B, H, S, D]
         else:
             self.kv_cache.write(rows, k, v, input_pos)
             y = self.kv_cache.attend(rows, q, mask)  # [B, H, S, D]

@@ -13,7 +13,7 @@ On a CPU both run as int8 x int8 products with one scale per row of activations,
 does not depend on its batch. int4 is turned into int8 when loaded there: it makes the file small,
 not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
 
-Leaves loading and decoding to `generate.py`. The CPU's operators are in `int8_kernels.cpp`.
+Leaves loading and decoding to `generate.py`, the CPU's operators to `cpu_kernels.py`.
 Source: Badri and Shaji, "Half-Quadratic Quantization", 2023; swapped modules: gpt-fast.
 
     python quantize.py --checkpoint_path checkpoints/base/model.safetensors --mode int8
@@ -21,10 +21,7 @@ Source: Badri and Shaji, "Half-Quadratic Quantization", 2023; swapped modules: g
 
 import argparse
 import dataclasses
-import functools
-import re
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from convert_hf_checkpoint import load_checkpoint, save_checkpoint
+from cpu_kernels import attend_all_keys, load_kernels
 from model import KVCache, ModelArgs, Whisper, write_at
 
 MODES, GROUP_SIZES, SCHEMES = ("int8", "int4"), (32, 64, 128, 256), ("hqq", "rtn")
@@ -54,45 +52,6 @@ class QuantizeOptions:
         for name, allowed in (("mode", MODES), ("groupsize", GROUP_SIZES), ("scheme", SCHEMES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
-
-
-# ---- the CPU's own operators -----------------------------------------------------------------
-
-
-@functools.cache
-def load_kernels() -> bool:
-    """Compile and load int8_kernels.cpp; False, with one warning, where that is impossible.
-
-    The first call takes half a minute; the result stays in torch's extension folder, named after
-    this processor, whose own instructions it uses.
-    """
-    from torch.utils import cpp_extension  # late: it adds to the module search path
-
-    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
-    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    try:
-        cpp_extension.load(
-            name=f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}",
-            sources=[str(Path(__file__).with_name("int8_kernels.cpp"))],
-            extra_cflags=["-O3", "-march=native", "-fopenmp"],
-            is_python_module=False,
-        )
-    except (OSError, RuntimeError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
-        print(f"warning: cannot compile int8_kernels.cpp ({reason}): {remedy}", file=sys.stderr)
-        return False
-
-    # What the operators return, for the compiler, which does not run them.
-    @torch.library.register_fake("whisper_fast::attend_one")
-    def _(q, k, v, k_scales, v_scales, mask):
-        return q.new_empty(q.shape, dtype=torch.float32)
-
-    @torch.library.register_fake("whisper_fast::int8_linear")
-    def _(x, packed, scales, bias):
-        return x.new_empty((*x.shape[:-1], len(scales)), dtype=torch.float32)
-
-    return True
 
 
 # ---- int8 ------------------------------------------------------------------------------------
@@ -374,6 +333,9 @@ def prepare_for_device(model: Whisper) -> None:
         if isinstance(module, (Int8Linear, Int4Linear)):
             module.pack()
     _tie_head(model)
+    if isinstance(model.encoder.layers[0].mlp.fc1, Int8Linear) and model.device.type == "cpu":
+        for layer in model.encoder.layers:
+            layer.attn.attend = attend_all_keys
 
 
 # ---- caches ----------------------------------------------------------------------------------

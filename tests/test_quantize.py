@@ -1,5 +1,6 @@
 """Quantized weights, caches and the CPU's operators: errors, files, batches, compiling."""
 
+import functools
 import json
 import shutil
 
@@ -12,8 +13,9 @@ from torch._dynamo.testing import CompileCounter
 import quantize
 from chunk_audio import load_audio, log_mel, pad_or_trim
 from convert_hf_checkpoint import Metadata, load_checkpoint, save_checkpoint
+from cpu_kernels import attend_all_keys, load_kernels
 from generate import CHECKPOINTS
-from model import KVCache, ModelArgs, Whisper
+from model import KVCache, ModelArgs, Whisper, split_heads
 from quantize import (
     Int4Linear,
     Int8Embedding,
@@ -21,7 +23,6 @@ from quantize import (
     Int8Linear,
     QuantizeOptions,
     StepCache,
-    load_kernels,
     make_cache,
     prepare_for_device,
     quantize_checkpoint,
@@ -393,7 +394,7 @@ def test_missing_compiler_is_named_once(monkeypatch, capsys):
         raise RuntimeError("Ninja is required to load C++ extensions")
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", fail)
-    fresh = quantize.functools.cache(load_kernels.__wrapped__)
+    fresh = functools.cache(load_kernels.__wrapped__)
     assert not fresh() and not fresh()
     assert capsys.readouterr().err.count("Ninja is required") == 1
 
@@ -436,3 +437,16 @@ def test_real_logits_stay_close(tiny_en, samples):
     likely = logits[0].topk(20).indices
     logprobs = [row.log_softmax(dim=-1)[likely] for row in logits]
     assert (logprobs[0] - logprobs[1]).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("S", [1, 3, 65, 127, 1500])
+def test_encoder_attention_is_close_and_batch_independent(S):
+    """Tolerance: int8 steps of queries and keys, 1 / 254 of a row's largest value each."""
+    if not (load_kernels() and torch.ops.whisper_fast.has_attend_all()):
+        pytest.skip("no AVX-512 with VNNI and BF16")
+    qkv = torch.randn(2, S, 3 * 4 * 64, generator=torch.Generator().manual_seed(S))
+    q, k, v = (split_heads(t, 4) for t in qkv.chunk(3, dim=-1))
+    got = attend_all_keys(q, k, v)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    assert (got - expected).square().mean().sqrt() < 0.01 * expected.square().mean().sqrt()
+    assert torch.equal(attend_all_keys(q[1:], k[1:], v[1:])[0], got[1])

@@ -24,9 +24,13 @@ MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 4_
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
-LEAVES = {"chunk_audio", "tokenizer", "model", "stitch"}
+LEAVES = {"cpu_kernels", "chunk_audio", "tokenizer", "model", "stitch"}
 PARTS = {
-    "quantize": {"model", "convert_hf_checkpoint"},  # reads and writes the same files
+    "quantize": {
+        "model",
+        "convert_hf_checkpoint",
+        "cpu_kernels",
+    },  # reads and writes the same files
     "align": {"model", "stitch", "tokenizer"},
     "decode": {"align", "chunk_audio", "model", "stitch", "tokenizer"},
     "quality": {"chunk_audio", "stitch"},
@@ -43,7 +47,7 @@ MAY_IMPORT = {
 LATE_IMPORTS = {
     ("tokenizer.py", "sentencepiece"),  # protobuf module, only the writer of a tokenizer needs it
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
-    ("quantize.py", "torch"),  # the extension builder changes sys.path
+    ("cpu_kernels.py", "torch"),  # the extension builder changes sys.path
     ("rivals.py", "faster_whisper"),  # needed only where compared with
     ("rivals.py", "transformers"),
     ("rivals.py", "whisper"),

@@ -1,0 +1,74 @@
+"""The C++ operators of quantized models on a CPU: compile them once, load them, describe them.
+
+int8_kernels.cpp: attend_one, a decode step's attention over fp32 or int8 caches, and int8_linear;
+attention_kernel.cpp: attend_all, the encoder's attention, for AVX-512 with VNNI and BF16. Where
+they cannot be compiled, the same arithmetic runs as plain torch.
+"""
+
+import functools
+import re
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SOURCES = ("int8_kernels.cpp", "attention_kernel.cpp")
+
+
+@functools.cache
+def load_kernels() -> bool:
+    """Compile and load the operators; False, with one warning, where that is impossible.
+
+    The first call takes half a minute; the result stays in torch's extension folder, named after
+    this processor, whose own instructions it uses.
+    """
+    from torch.utils import cpp_extension  # late: it adds to the module search path
+
+    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
+    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    try:
+        cpp_extension.load(
+            name=f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}",
+            sources=[str(Path(__file__).with_name(source)) for source in SOURCES],
+            extra_cflags=["-O3", "-march=native", "-fopenmp"],
+            is_python_module=False,
+        )
+    except (OSError, RuntimeError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
+        print(f"warning: cannot compile {SOURCES} ({reason}): {remedy}", file=sys.stderr)
+        return False
+    _describe_results()
+    return True
+
+
+def _describe_results() -> None:
+    """What the operators return, for torch.compile, which does not run them."""
+
+    @torch.library.register_fake("whisper_fast::attend_one")
+    def _(q, k, v, k_scales, v_scales, mask):
+        return q.new_empty(q.shape, dtype=torch.float32)
+
+    @torch.library.register_fake("whisper_fast::int8_linear")
+    def _(x, packed, scales, bias):
+        return x.new_empty((*x.shape[:-1], len(scales)), dtype=torch.float32)
+
+    @torch.library.register_fake("whisper_fast::attend_all")
+    def _(q, k, v):
+        B, H, S, D = q.shape
+        return q.new_empty((B, S, H, D)).transpose(1, 2)
+
+
+def attend_all_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention without a mask, [B, H, S, D] each, as `F.scaled_dot_product_attention`.
+
+    With int8 queries and keys and bfloat16 probabilities and values where the operator is there:
+    0.2 to 0.7 % error of a layer's output on speech (Whisper base), 2.7 times as fast.
+    """
+    fits = q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[-1] == 64
+    if fits and load_kernels() and torch.ops.whisper_fast.has_attend_all():
+        return torch.ops.whisper_fast.attend_all(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v)
