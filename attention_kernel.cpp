@@ -1,4 +1,4 @@
-// Operator for the encoder on a CPU with AVX-512, loaded by quantize.py:
+// Operator for the encoder on a CPU with AVX-512, loaded by cpu_kernels.py:
 //   attend_all(q, k, v) -> [B, H, S, 64] float32, full attention of all queries over all keys
 //
 // A block of 32 queries passes over the keys, some at a time, so that all lies in the first cache;

@@ -192,9 +192,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def load_systems(args: argparse.Namespace) -> dict[str, System]:
+def load_systems(args: argparse.Namespace, model: Whisper, tokenizer) -> dict[str, System]:
     """Ours first; a rival that is not installed or has no weights is named and left out."""
-    systems = {"whisper-fast": our_system(args)}
+    systems = {"whisper-fast": our_system(args, model, tokenizer)}
     for name in args.peers:
         try:
             systems[name] = load_rival(name, args)
@@ -203,9 +203,17 @@ def load_systems(args: argparse.Namespace) -> dict[str, System]:
     return systems
 
 
-@torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    try:
+        return run(args)
+    except (OSError, ValueError) as error:
+        print(f"benchmark.py: {error}", file=sys.stderr)
+        return 1
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> int:
     model, tokenizer = random_model(args) if args.random else load_from_args(args)
     out = {
         "torch": torch.__version__, "device": str(model.device), "dtype": str(model.dtype),
@@ -222,9 +230,9 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(out["steps"][-1]), file=sys.stderr)
     if args.audio:
         reference = args.reference.read_text(encoding="utf-8") if args.reference else None
-        systems, language = load_systems(args), args.language
+        systems, language = load_systems(args, model, tokenizer), args.language
         out["files"] = bench_files(systems, args.audio, reference, language, args.runs)
-    out["peak_memory_gb"] = peak_memory_gb(model.device)
+    out["process_peak_memory_gb"] = peak_memory_gb(model.device)
     for name in ("ceilings", "stages", "files"):
         print(f"{name}: {json.dumps(out.get(name))}", file=sys.stderr)
     print(json.dumps(out))

@@ -75,7 +75,7 @@ def load_audio(path: str | Path) -> Tensor:
         raise AudioError(f"{path} is empty (0 bytes)")
     try:
         blocks = list(_resampled(*_read_soundfile(path)))
-    except (soundfile.LibsndfileError, EOFError):
+    except (soundfile.LibsndfileError, EOFError, TypeError):  # TypeError: named .raw
         blocks = list(_resampled(*_read_av(path)))
     return torch.from_numpy(np.concatenate(blocks) if blocks else np.zeros(0, np.float32))
 
@@ -119,7 +119,8 @@ def _read_av(path: Path) -> tuple[int, Iterator[np.ndarray]]:
     try:
         container = av.open(f"file:{path}", metadata_errors="replace")
     except (av.error.FFmpegError, ValueError) as error:
-        raise AudioError(f"{path} is no audio file that can be read ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise AudioError(f"{path} is no audio file that can be read ({reason})") from None
     if not container.streams.audio:
         container.close()
         raise AudioError(f"{path} has no audio stream")
@@ -217,13 +218,18 @@ def mel_filters(n_mels: int) -> Tensor:
 
 def frame_energy_db(waveform: Tensor) -> np.ndarray:
     """Level of each 10 ms frame in dBFS over 25 ms of samples, [n_frames] float32."""
-    samples = waveform.double().numpy()
+    samples = waveform.numpy()
     n_frames = -(-len(samples) // HOP_LENGTH)
-    total = np.concatenate(([0.0], np.cumsum(samples * samples)))
-    start = np.arange(n_frames) * HOP_LENGTH
-    end = np.minimum(start + N_FFT, len(samples))
-    power = (total[end] - total[start]) / np.maximum(end - start, 1)
-    return (10 * np.log10(np.maximum(power, 10 ** (SILENCE_DB / 10)))).astype(np.float32)
+    levels = [np.zeros(0, np.float32)]
+    for first in range(0, n_frames, _BLOCK // HOP_LENGTH):  # in blocks: hours stay small in memory
+        n = min(_BLOCK // HOP_LENGTH, n_frames - first)
+        block = samples[first * HOP_LENGTH : (first + n) * HOP_LENGTH + N_FFT].astype(np.float64)
+        total = np.concatenate(([0.0], np.cumsum(block * block)))
+        start = np.arange(n) * HOP_LENGTH
+        end = np.minimum(start + N_FFT, len(block))
+        power = (total[end] - total[start]) / np.maximum(end - start, 1)
+        levels.append(10 * np.log10(np.maximum(power, 10 ** (SILENCE_DB / 10))))
+    return np.concatenate(levels).astype(np.float32)
 
 
 def best_pause(energy_db: np.ndarray, low: int, high: int) -> int:

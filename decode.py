@@ -184,8 +184,10 @@ DecodeStep = Callable[[Whisper, DecodeState, int | None], None]
 
 def compile_decode_step(device: torch.device) -> DecodeStep:
     """`decode_one_token` compiled: one graph for all steps, files and prompts of a batch size."""
-    mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
-    return torch.compile(decode_one_token, mode=mode, fullgraph=True, dynamic=False)
+    options = None
+    if device.type == "cuda":  # tuning also lets int8 weights be read without a 16-bit copy
+        options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+    return torch.compile(decode_one_token, options=options, fullgraph=True, dynamic=False)
 
 
 def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> None:
@@ -194,7 +196,7 @@ def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> 
     A generator per row, so that a window's draws do not depend on which windows share its batch.
     """
     for row, generator in generators.items():
-        state.gumbel[row].exponential_(generator=generator).log_().neg_()
+        state.gumbel[row].exponential_(generator=generator).clamp_(min=1e-9).log_().neg_()
 
 
 def setup_decoding(
@@ -347,7 +349,7 @@ class Slots:
         return [row for row, slot in enumerate(self.slots) if slot is None]
 
     def take_finished(self) -> Iterator[list[WindowResult]]:
-        """Attempts of rows that have ended, which become free. The one host sync of the loop."""
+        """Attempts of rows that have ended, which become free. Waits for the device."""
         finished = self.state.finished.tolist()
         for row, slot in enumerate(self.slots):
             if slot is None or not finished[row]:

@@ -28,7 +28,9 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 from chunk_audio import WINDOW_S
 from decode import compile_decode_step, decode_one_token
 from generate import add_options, load_from_args, options_from_args, transcribe
+from model import Whisper
 from rivals import RIVALS, System, add_rival_options, load_rival
+from tokenizer import Tokenizer, language_code
 
 CHARACTER_LANGUAGES = ("zh", "ja", "ko")
 
@@ -84,8 +86,7 @@ def count_repeats(reference: list[str], hypothesis: list[str], n: int = 5) -> in
 # ---- systems ---------------------------------------------------------------------------------
 
 
-def our_system(args: argparse.Namespace) -> System:
-    model, tokenizer = load_from_args(args)
+def our_system(args: argparse.Namespace, model: Whisper, tokenizer: Tokenizer) -> System:
     options = options_from_args(args)
     step = compile_decode_step(model.device) if args.compile else decode_one_token
 
@@ -99,7 +100,7 @@ def our_system(args: argparse.Namespace) -> System:
 
 def build_systems(args: argparse.Namespace) -> dict[str, System]:
     """The systems asked for by name, ours first."""
-    systems = {} if args.peers_only else {"whisper-fast": our_system(args)}
+    systems = {} if args.peers_only else {"whisper-fast": our_system(args, *load_from_args(args))}
     systems |= {peer: load_rival(peer, args) for peer in args.peer}
     return systems
 
@@ -160,6 +161,7 @@ def print_table(name: str, rows: list[Row]) -> None:
 def read_manifest(args: argparse.Namespace) -> list[dict]:
     """Files with a reference, or that must be empty, of the kinds and languages asked for."""
     lines = args.manifest.read_text(encoding="utf-8").splitlines()
+    language = None if args.language in ("auto", "each") else language_code(args.language)
     items = []
     for item in map(json.loads, lines):
         scored = item.get("text") or item["set"] == "nospeech"
@@ -167,7 +169,7 @@ def read_manifest(args: argparse.Namespace) -> list[dict]:
             args.only is None or any(part in item["audio"] for part in args.only)
         )
         if scored and item.get("duration_s") and wanted:
-            if args.language == "auto" or item["language"] == args.language:
+            if language is None or item["language"] == language:
                 items.append(item)
     return items
 
@@ -189,10 +191,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    try:
+        return run(args)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"eval.py: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
     items = read_manifest(args)
     if not items:
-        print("eval.py: no file of the manifest is of that kind and language", file=sys.stderr)
-        return 1
+        raise ValueError("no file of the manifest is of that kind and language")
     summary, texts = {}, {}
     for name, system in build_systems(args).items():
         if args.warm_up:

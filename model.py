@@ -102,7 +102,7 @@ class KVCache(nn.Module):
 
     The same class serves self-attention (written at `input_pos` as decoding goes on) and
     cross-attention (written once per window). Another storage, a quantized one say, plugs in by
-    offering the same two methods. A row is one slot of the batch; `rows` is the slice of slots
+    offering the same three methods. A row is one slot of the batch; `rows` is the slice of slots
     that a call is about.
     """
 
@@ -174,7 +174,8 @@ class CrossAttention(nn.Module):
         self.wo = nn.Linear(args.dim, args.dim)
         self.kv_cache: KVCache | None = None
         self.alignment_heads: list[int] = []
-        self.q_cache: Tensor | None = None  # [n_rows, len(alignment_heads), n_text_ctx, D]
+        self.register_buffer("alignment_index", None, persistent=False)  # the same, on the device
+        self.register_buffer("q_cache", None, persistent=False)  # [n_rows, n_heads, n_text_ctx, D]
 
     def fill_cache(self, audio_features: Tensor, rows: slice) -> None:
         """Compute keys and values of audio_features [B, n_audio_ctx, dim] once for a window."""
@@ -184,7 +185,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, input_pos: Tensor, rows: slice = ALL_ROWS) -> Tensor:
         q = split_heads(self.wq(x), self.n_head)  # [B, H, S, D]
         if self.q_cache is not None:
-            write_at(self.q_cache[rows], input_pos, q[:, self.alignment_heads])
+            write_at(self.q_cache[rows], input_pos, q[:, self.alignment_index])
         return self.wo(merge_heads(self.kv_cache.attend(rows, q)))
 
 
@@ -261,7 +262,8 @@ class TextDecoder(nn.Module):
         self.positions = nn.Parameter(torch.empty(args.n_text_ctx, args.dim))
         self.layers = nn.ModuleList(DecoderBlock(args) for _ in range(args.n_text_layer))
         self.norm = nn.LayerNorm(args.dim)
-        self.output: nn.Module | None = None  # None: the head is the embedding, as trained
+        # hidden -> logits; None: the head is the embedding, as trained
+        self.output: Callable[[Tensor], Tensor] | None = None
 
     def start_window(self, audio_features: Tensor, rows: slice = ALL_ROWS) -> None:
         """Give `rows` a new window: cross-attention keys and values of [B, n_audio_ctx, dim]."""
@@ -292,9 +294,9 @@ class Whisper(nn.Module):
         self.encoder = AudioEncoder(args)
         self.decoder = TextDecoder(args)
         self.n_rows = 0  # windows that the caches have room for
-        self.make_cache: Callable[..., KVCache] = KVCache  # or another with its two methods
+        self.make_cache: Callable[..., KVCache] = KVCache  # or another with its methods
         self.cache_dtype: torch.dtype | None = None  # of the caches; None: the weights' own
-        self.decode_state: nn.Module | None = None  # what the decode loop carries, see generate.py
+        self.decode_state: nn.Module | None = None  # what the decode loop carries, see decode.py
         self.chunk_s = 30  # seconds of audio that a window should hold at most
         self.suppress_tokens: tuple[int, ...] | None = None  # never sampled; None: the tokenizer's
 
@@ -323,9 +325,9 @@ class Whisper(nn.Module):
                     attn.kv_cache = self.make_cache(
                         n_rows, n_ctx, args.n_head, args.head_dim, dtype
                     )
-                if layer.cross_attn.alignment_heads:
-                    n_heads = len(layer.cross_attn.alignment_heads)
-                    shape = (n_rows, n_heads, args.n_text_ctx, args.head_dim)
+                if heads := layer.cross_attn.alignment_heads:
+                    shape = (n_rows, len(heads), args.n_text_ctx, args.head_dim)
+                    layer.cross_attn.alignment_index = torch.tensor(heads)
                     layer.cross_attn.q_cache = torch.zeros(shape, dtype=self.dtype)
         self.n_rows = n_rows
 

@@ -62,26 +62,31 @@ def compression_ratio(text: str) -> float:
 
 
 def judge(
-    text: str, avg_logprob: float, no_speech_prob: float, is_complete: bool, voiced: float
+    text: str,
+    n_words: int,
+    avg_logprob: float,
+    no_speech_prob: float,
+    is_complete: bool,
+    voiced: float,
 ) -> Verdict:
     """What a window's text is worth, `voiced` being its seconds of voiced audio.
 
     ok: speech. drop: nothing was said, or nothing that can be believed. loop: it repeats itself
-    or says more than can be said in the time. thin: hardly any text for much voice.
+    or says more than can be said in the time. thin: hardly any text for much voice. `n_words`
+    counts characters where a script has no spaces.
     """
-    chars_per_s = len(text) / max(voiced, 0.1)
-    n_words = len(text.split())
+    chars_per_s, words_per_s = len(text) / max(voiced, 0.1), n_words / max(voiced, 0.1)
     repeats = compression_ratio(text) > MAX_COMPRESSION_RATIO
     if repeats and (not is_complete or chars_per_s > MAX_CHARS_PER_S):
         return "loop"
     if len(text) > 20 and chars_per_s > 45:
         return "loop"
-    is_plausible = avg_logprob > -1.3 and chars_per_s >= 6 and no_speech_prob < 0.4
+    is_plausible = avg_logprob > -1.3 and words_per_s >= 1.2 and no_speech_prob < 0.4
     if avg_logprob < -1.0 and not is_plausible:
         return "drop"
     if no_speech_prob > 0.6 and avg_logprob < (-0.4 if n_words <= 2 else -0.7):
         return "drop"
-    if chars_per_s < 1.5 and voiced > 6:
+    if words_per_s < 0.3 and voiced > 6:
         return "thin"
     return "ok"
 

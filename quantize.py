@@ -100,8 +100,8 @@ class Int8Linear(nn.Module):
             y = torch.ops.whisper_fast.int8_linear(x, self.packed, self.scales, self.bias)
             return y.to(x.dtype)  # [..., N]
         if x.device.type != "cpu":
-            weight = self.weight * self.scales[:, None]  # a compiled step does not store it
-            return F.linear(x, weight.to(x.dtype), self.bias)
+            y = F.linear(x, self.weight.to(x.dtype)) * self.scales  # [..., N]
+            return y if self.bias is None else y + self.bias
         q, x_scales = quantize_int8(x)
         y = torch._int_mm(q.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         y = y * (x_scales[..., None] * self.scales)  # [..., N]

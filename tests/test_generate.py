@@ -24,7 +24,8 @@ from decode import (
     refill_noise,
     setup_decoding,
 )
-from generate import CHECKPOINTS, GenerateOptions, batch_rows, transcribe
+from generate import CHECKPOINTS, GenerateOptions, load_model, transcribe
+from long_audio import batch_rows
 from model import Whisper
 
 ENGLISH = GenerateOptions(language="en")
@@ -348,3 +349,22 @@ def test_caches_are_kept_and_not_saved():
     model.setup_caches(3)
     assert model.decoder.layers[0].attn.kv_cache.k_cache.shape[0] == 3
     assert set(model.state_dict()) == names
+
+
+def test_waveforms_of_other_kinds_are_taken_or_refused(tiny_en, utterances):
+    expected = transcribe(*tiny_en, utterances[1], ENGLISH).text
+    assert transcribe(*tiny_en, utterances[1].double().numpy(), ENGLISH).text == expected
+    with pytest.raises(ValueError, match=r"\[2, 8\]"):
+        transcribe(*tiny_en, torch.zeros(2, 8), ENGLISH)
+
+
+def test_a_language_that_the_model_lacks(base):
+    with pytest.raises(ValueError, match="'yue'"):
+        transcribe(*base, torch.zeros(16_000), GenerateOptions(language="cantonese"))
+
+
+def test_unknown_precision_and_missing_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="float16.*fp16"):
+        load_model("tiny.en", precision="float16")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_model(tmp_path / "nowhere")

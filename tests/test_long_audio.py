@@ -7,10 +7,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import generate
+import long_audio
 from chunk_audio import SAMPLE_RATE, Chunk, load_audio
 from decode import Stats, Window, WindowResult, decode_one_token
-from generate import GenerateOptions, LongAudio, transcribe
+from long_audio import GenerateOptions, LongAudio, transcribe
 from stitch import Word
 
 ENGLISH = GenerateOptions(language="en")
@@ -150,7 +150,7 @@ def heard_as(words: list[Word], chunk: Chunk, avg_logprob=-0.2, is_complete=True
 def speech(monkeypatch) -> tuple[torch.Tensor, list[Word]]:
     """100 s of bursts of noise, each a word of its own, with pauses between sentences."""
     monkeypatch.setattr(
-        generate, "encode_chunks", lambda m, w, chunks, s: (Window(c, None) for c in chunks)
+        long_audio, "encode_chunks", lambda m, w, chunks, s: (Window(c, None) for c in chunks)
     )
     parts, words, at = [], [], 0.0
     letters = random.Random(0)

@@ -27,10 +27,13 @@ LOOP = "I think I think " * 110
         ("And then", -0.3, 0.1, True, 25.0, "thin"),
         ("And then", -0.3, 0.1, True, 2.0, "ok"),
         ("", -0.3, 0.1, True, 3.0, "ok"),
+        ("今天我们要讨论的是关于中国经济发展的问题", -0.5, 0.65, True, 5.0, "ok"),  # 20 units
     ],
 )
 def test_verdicts(text, avg_logprob, no_speech_prob, is_complete, voiced, expected):
-    assert judge(text, avg_logprob, no_speech_prob, is_complete, voiced) == expected
+    n_words = len(text.split()) if text.isascii() else len(text)
+    verdict = judge(text, n_words, avg_logprob, no_speech_prob, is_complete, voiced)
+    assert verdict == expected
 
 
 def test_compression_ratio_of_repetition():

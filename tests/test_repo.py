@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = {name.removesuffix(".py") for name in SCRIPTS}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 4_500, 100
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 4_800, 100
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
@@ -34,6 +34,7 @@ PARTS = {
     "align": {"model", "stitch", "tokenizer"},
     "decode": {"align", "chunk_audio", "model", "stitch", "tokenizer"},
     "quality": {"chunk_audio", "stitch"},
+    "long_audio": {"chunk_audio", "decode", "model", "quality", "stitch", "tokenizer"},
 }
 MAY_IMPORT = {
     **{name: set() for name in LEAVES},
@@ -47,6 +48,7 @@ MAY_IMPORT = {
 LATE_IMPORTS = {
     ("tokenizer.py", "sentencepiece"),  # protobuf module, only the writer of a tokenizer needs it
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
+    ("generate.py", "resource"),  # Windows has none
     ("cpu_kernels.py", "torch"),  # the extension builder changes sys.path
     ("rivals.py", "faster_whisper"),  # needed only where compared with
     ("rivals.py", "transformers"),
