@@ -214,7 +214,7 @@ class LongAudio:
                 pieces.append(_piece(result))
             else:
                 failed += halves(result.chunk, self.energy_db)
-                thin += [result] if verdict == "thin" else []
+                thin += [result] if verdict == "thin" and result.avg_logprob > -1.0 else []
         for result in self._decode_again(failed):
             verdict = self._judge(result)
             if is_sure(result.text, result.avg_logprob, verdict):

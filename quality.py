@@ -81,13 +81,13 @@ def judge(
         return "loop"
     if len(text) > 20 and chars_per_s > 45:
         return "loop"
+    if words_per_s < 0.3 and voiced > 6 and no_speech_prob <= 0.6:
+        return "thin"  # before the log-probability counts: a decoder that stops early is unsure
     is_plausible = avg_logprob > -1.3 and words_per_s >= 1.2 and no_speech_prob < 0.4
     if avg_logprob < -1.0 and not is_plausible:
         return "drop"
     if no_speech_prob > 0.6 and avg_logprob < (-0.4 if n_words <= 2 else -0.7):
         return "drop"
-    if words_per_s < 0.3 and voiced > 6:
-        return "thin"
     return "ok"
 
 

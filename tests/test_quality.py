@@ -26,6 +26,8 @@ LOOP = "I think I think " * 110
         (SPEECH * 10, -0.2, 0.1, True, 5.0, "loop"),  # more than can be said
         ("And then", -0.3, 0.1, True, 25.0, "thin"),
         ("And then", -0.3, 0.1, True, 2.0, "ok"),
+        ("the", -2.1, 0.15, True, 13.0, "thin"),  # half a file was lost as "drop"
+        ("", -0.3, 0.9, True, 13.0, "ok"),
         ("", -0.3, 0.1, True, 3.0, "ok"),
         ("今天我们要讨论的是关于中国经济发展的问题", -0.5, 0.65, True, 5.0, "ok"),  # 20 units
     ],
