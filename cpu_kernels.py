@@ -6,8 +6,10 @@ they cannot be compiled, the same arithmetic runs as plain torch.
 """
 
 import functools
+import os
 import re
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -16,23 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SOURCES = ("int8_kernels.cpp", "attention_kernel.cpp")
+STALE_LOCK_S = 300  # s, several times what a build takes
 
 
 @functools.cache
 def load_kernels() -> bool:
     """Compile and load the operators; False, with one warning, where that is impossible.
 
-    The first call takes half a minute; the result stays in torch's extension folder, named after
-    this processor, whose own instructions it uses.
+    The first call takes half a minute; the result stays in a cache folder, named after this
+    processor, whose own instructions it uses.
     """
     from torch.utils import cpp_extension  # late: it adds to the module search path
 
-    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
-    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
     try:
+        folder = _build_folder()
         cpp_extension.load(
-            name=f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}",
+            name=folder.name,
             sources=[str(Path(__file__).with_name(source)) for source in SOURCES],
+            build_directory=str(folder),
             extra_cflags=["-O3", "-march=native", "-fopenmp"],
             is_python_module=False,
         )
@@ -43,6 +46,19 @@ def load_kernels() -> bool:
         return False
     _describe_results()
     return True
+
+
+def _build_folder() -> Path:
+    """Where the operators are built, without the lock of a build that was killed long ago."""
+    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
+    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    folder = Path(root) / f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"  # torch waits for it for ever
+    if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
+        lock.unlink()
+    return folder
 
 
 def _describe_results() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 import quantize
 from chunk_audio import load_audio, log_mel, pad_or_trim
 from convert_hf_checkpoint import Metadata, load_checkpoint, save_checkpoint
-from cpu_kernels import attend_all_keys, load_kernels
+from cpu_kernels import _build_folder, attend_all_keys, load_kernels
 from generate import CHECKPOINTS
 from model import KVCache, ModelArgs, Whisper, split_heads
 from quantize import (
@@ -450,3 +451,13 @@ def test_encoder_attention_is_close_and_batch_independent(S):
     expected = F.scaled_dot_product_attention(q, k, v)
     assert (got - expected).square().mean().sqrt() < 0.01 * expected.square().mean().sqrt()
     assert torch.equal(attend_all_keys(q[1:], k[1:], v[1:])[0], got[1])
+
+
+def test_the_lock_of_a_killed_build_does_not_block(monkeypatch, tmp_path):
+    """A build that was interrupted left a lock behind, and every later run waited for it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = _build_folder() / "lock"
+    lock.touch()
+    assert (_build_folder() / "lock").exists()  # another process may be building
+    os.utime(lock, (0, 0))
+    assert not (_build_folder() / "lock").exists()
