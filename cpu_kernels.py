@@ -51,9 +51,10 @@ def load_kernels() -> bool:
 def _build_folder() -> Path:
     """Where the operators are built, without the lock of a build that was killed long ago."""
     cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
-    flags = re.search("^flags.*|$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    flags = re.search("^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    processor = zlib.crc32(flags[0].encode()) if flags else 0
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    folder = Path(root) / f"whisper_fast_{zlib.crc32(flags[0].encode()):08x}"
+    folder = Path(root) / f"whisper_fast_{processor:08x}"
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"  # torch waits for it for ever
     if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
