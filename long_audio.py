@@ -243,40 +243,27 @@ class LongAudio:
         return self._decode(windows, self._fallback_temperature)
 
     def _recover(self, words: list[Word]) -> list[Word]:
-        """Decode stretches of speech that no word covers, in up to three rounds."""
+        """Decode stretches of speech that no word covers, in rounds, each time in another way."""
         tried: list[tuple[float, float]] = []
-        for _ in range(3):
+        while True:
             gaps: dict[Chunk, tuple[float, float]] = {}
             for gap in uncovered(words, self.is_voiced, self.masked):
-                context_s = self._context_s(gap, tried)
-                if context_s is not None:
-                    tried.append(gap)
-                    windows = gap_windows(gap, context_s, self.energy_db, len(self.waveform))
-                    gaps |= dict.fromkeys(windows, gap)
-            for result in self._decode_again(list(gaps)):
-                if is_sure(result.text, result.avg_logprob, self._judge(result)):
-                    gap, piece = gaps[result.chunk], _piece(result)
-                    words = insert(words, gap, piece, self.energy_db)
-            if not gaps:
+                n_tried = sum(all(abs(a - b) < 0.4 for a, b in zip(gap, t)) for t in tried)  # noqa: B905
+                windows = gap_windows(gap, n_tried, self.energy_db, len(self.waveform))
+                tried.append(gap)
+                gaps |= dict.fromkeys(windows, gap)
+            results = self._decode_again(list(gaps))
+            if not results:
                 break
+            for result in results:
+                if is_sure(result.text, result.avg_logprob, self._judge(result)):
+                    (start_s, end_s), piece = gaps[result.chunk], _piece(result)
+                    heard = (max(start_s, piece.start_s), min(end_s, piece.end_s))
+                    words = insert(words, heard, piece, self.energy_db)
         for start_s, end_s in uncovered(words, self.is_voiced, self.masked):
             if end_s - start_s >= 2.0:
                 self.warnings.append(f"{start_s:.1f}-{end_s:.1f} s: sound without text")
         return words
-
-    @staticmethod
-    def _context_s(
-        gap: tuple[float, float], tried: list[tuple[float, float]]
-    ) -> tuple[float, float] | None:
-        """Seconds of context before and after to decode a gap with; None if it has had its tries.
-
-        A little at first, since the speech before may be what made the decoder stop; then more,
-        since a long gap may need it to be understood.
-        """
-        n_tried = sum(all(abs(a - b) < 0.4 for a, b in zip(gap, t, strict=True)) for t in tried)
-        if n_tried == 1 and gap[1] - gap[0] < 1.5:
-            return None
-        return ((1.5, 1.5), (7.0, 5.0), None)[min(n_tried, 2)]
 
     def _warn(self, message: str, chunk: Chunk) -> None:
         self.warnings.append(f"{chunk.start_s:.1f}-{chunk.end_s:.1f} s: {message}")

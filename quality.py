@@ -113,19 +113,43 @@ def halves(chunk: Chunk, energy_db: np.ndarray) -> list[Chunk]:
 
 
 def gap_windows(
-    gap: tuple[float, float], context_s: tuple[float, float], energy_db: np.ndarray, n_samples: int
+    gap: tuple[float, float], n_tried: int, energy_db: np.ndarray, n_samples: int
 ) -> list[Chunk]:
-    """Chunks that hold the gap (s, s) and up to `context_s` before and after it.
+    """Chunks to decode for a gap (s, s) that was decoded `n_tried` times before; [] to give it up.
 
-    They start and end in pauses; a gap that is too long for one window is cut at its pauses.
-    `margin`: a gap begins that long after the last word, so the lost word began earlier.
+    With little context at first, since the speech before may be what made the decoder stop; then
+    with more, since a stretch may need it to be understood; then cut in two, since a decoder that
+    leaves one speaker out for another finds both when they are apart.
+    """
+    length_s = gap[1] - gap[0]
+    if n_tried == 0:
+        return _windows_around(gap, (1.5, 1.5), MAX_WINDOW_S, energy_db, n_samples)
+    if n_tried == 1 and length_s >= 1.5:
+        return _windows_around(gap, (7.0, 5.0), MAX_WINDOW_S, energy_db, n_samples)
+    if n_tried == 2 and length_s >= 4.0:
+        longest_s = min(MAX_WINDOW_S, length_s * 0.75)
+        return _windows_around(gap, (0.5, 0.5), longest_s, energy_db, n_samples)
+    return []
+
+
+def _windows_around(
+    gap: tuple[float, float],
+    context_s: tuple[float, float],
+    max_s: float,
+    energy_db: np.ndarray,
+    n_samples: int,
+) -> list[Chunk]:
+    """Chunks of at most `max_s` that hold the gap (s, s) and up to `context_s` around it.
+
+    They start, end and meet in pauses. `margin`: a gap begins that long after the last word, so
+    the lost word began earlier.
     """
     margin = round(COVER_S * FRAME_RATE)
     low, high = (round(t * FRAME_RATE) for t in gap)
     before, after = (round(t * FRAME_RATE) for t in context_s)
     first = best_pause(energy_db, low - before, low - margin)
     last = best_pause(energy_db, high + margin, high + after)
-    chunks, longest = [], round(MAX_WINDOW_S * FRAME_RATE)
+    chunks, longest = [], round(max_s * FRAME_RATE)
     while last - first > longest:
         cut = best_pause(energy_db, first + longest // 2, first + longest)
         chunks.append(Chunk(first * HOP_LENGTH, cut * HOP_LENGTH))

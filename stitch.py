@@ -44,9 +44,10 @@ SMOOTH_FRAMES = 15  # 150 ms: longer than the closure of a stop consonant, short
 # Speech that no word covers.
 COVER_S = 0.25  # s that a word covers around itself: alignment is that exact
 STRETCH_S, STRETCH_PER_LETTER_S = 0.9, 0.12  # s no spoken word exceeds; longer: speech was skipped
-MIN_GAP_S = 1.0  # s of voice; shorter ones are breaths, laughs and alignment errors
-CLOSE_S = 0.4  # s of pause inside one gap
-NEAR_S = 2.5  # s between gaps that are decoded together, as their contexts would overlap
+MIN_RUN_S = 0.7  # s of voice; shorter runs are breaths, laughs and alignment errors
+MIN_GAP_S = 1.25  # s of voice in a gap, in one run or in several
+CLOSE_S = 0.4  # s of pause inside one run
+NEAR_S = 1.5  # s between runs of one gap
 
 # Segments.
 PAUSE_S = 1.0  # s of silence that always ends a segment
@@ -371,12 +372,13 @@ def uncovered(
     is_lost = is_voiced & ~is_covered & ~is_masked
     gaps: list[tuple[int, int]] = []
     for start, end in _runs(is_lost, round(CLOSE_S * FRAME_RATE)):
-        if is_lost[start:end].sum() < MIN_GAP_S * FRAME_RATE:
+        if is_lost[start:end].sum() < MIN_RUN_S * FRAME_RATE:
             continue
         near = gaps and start - gaps[-1][1] < NEAR_S * FRAME_RATE
         if near and not is_masked[gaps[-1][1] : start].any():
             start = gaps.pop()[0]
         gaps.append((start, end))
+    gaps = [(a, b) for a, b in gaps if is_lost[a:b].sum() >= MIN_GAP_S * FRAME_RATE]
     return [(start / FRAME_RATE, end / FRAME_RATE) for start, end in gaps]
 
 
@@ -398,8 +400,10 @@ def _runs(is_set: np.ndarray, n_close: int) -> list[tuple[int, int]]:
 
 
 def _longest_s(word: Word) -> float:
-    """The longest time, s, that speaking the word may take."""
-    return STRETCH_S + STRETCH_PER_LETTER_S * len(_key(word.text))
+    """The longest time, s, that speaking the word may take; a digit is a word of four letters."""
+    key = _key(word.text)
+    n_letters = len(key) + 3 * sum(char.isdigit() for char in key)
+    return STRETCH_S + STRETCH_PER_LETTER_S * n_letters
 
 
 def tighten(words: Sequence[Word], is_voiced: np.ndarray) -> list[Word]:

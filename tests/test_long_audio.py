@@ -8,8 +8,17 @@ import torch
 from tqdm import tqdm
 
 import long_audio
-from chunk_audio import SAMPLE_RATE, Chunk, load_audio
-from decode import Stats, Window, WindowResult, decode_one_token
+from chunk_audio import SAMPLE_RATE, Chunk, frame_energy_db, load_audio, plan_chunks
+from decode import (
+    Slots,
+    Stats,
+    Window,
+    WindowResult,
+    decode_one_token,
+    decode_windows,
+    encode_chunks,
+    setup_decoding,
+)
 from long_audio import GenerateOptions, LongAudio, transcribe
 from stitch import Word
 
@@ -90,6 +99,29 @@ def test_batch_of_one_equals_batch_of_eight(tiny_en, samples):
     ]
     timed = [[(word.text, word.start_s, word.end_s) for word in each] for each in words]
     assert timed[0] == timed[1]
+
+
+@pytest.mark.slow
+def test_batch_size_order_and_mates_change_no_token(base, corpus):
+    """All long files, fp32: one chunk at a time, eight, and eight in reversed order of chunks."""
+    for row in corpus:
+        if row["kind"] != "long":
+            continue
+        waveform = load_audio(row["path"])
+        plan = plan_chunks(waveform, frame_energy_db(waveform))
+        decoded = [decode_all(*base, waveform, p, n) for p, n in ((plan, 1), (plan, 8))]
+        decoded.append(decode_all(*base, waveform, plan[::-1], 8))
+        assert decoded[0] == decoded[1] == decoded[2]
+
+
+def decode_all(model, tokenizer, waveform, chunks, n_rows) -> dict[Chunk, list[int]]:
+    stats = Stats()
+    setup_decoding(model, tokenizer, n_rows)
+    slots = Slots(model, tokenizer, ENGLISH.decode_options("en"), stats)
+    with torch.no_grad():
+        windows = encode_chunks(model, waveform, chunks, stats)
+        attempts = list(decode_windows(slots, windows, decode_one_token))
+    return {result.chunk: result.tokens for (result,) in attempts}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +256,22 @@ def test_what_is_still_missing_is_tried_again(tiny_en, speech):
         return heard_as([w for w in words if not lost[0] < w.start_s < lost[1]], chunk)
 
     assert len(run(Scripted(tiny_en, waveform, truth, mishear))) == len(truth)
+
+
+def test_two_speakers_are_told_apart(tiny_en, speech):
+    """A decoder that leaves out 18 s of one speaker in every window that begins or ends with
+    another: found when the stretch is cut in two (regression: 40 words of a mixed file)."""
+    waveform, truth = speech
+
+    def mishear(words, chunk, n):
+        in_gap = [40 < word.start_s < 58 for word in words]
+        if in_gap and sum(in_gap) > 22:
+            words = [word for word, lost in zip(words, in_gap, strict=True) if not lost]
+        return heard_as(words, chunk)
+
+    job = Scripted(tiny_en, waveform, truth, mishear)
+    assert texts(run(job)) == texts(truth)
+    assert job.warnings == []
 
 
 def test_a_loop_is_split_and_never_emitted(tiny_en, speech):

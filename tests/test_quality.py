@@ -95,11 +95,17 @@ def test_halves_cover_the_chunk_and_meet_in_its_pause():
     assert 11.0 <= (first.end_s + second.start_s) / 2 <= 11.8
 
 
-def test_windows_of_a_gap_hold_it_and_fit():
+@pytest.mark.parametrize("n_tried", [0, 1, 2])
+def test_windows_of_a_gap_hold_it_and_fit(n_tried):
     waveform = bursts((5, 0.1), (0.5, 0.0005), (70, 0.1), (0.5, 0.0005), (5, 0.1))
     energy_db = frame_energy_db(waveform)
-    for gap in ((10.0, 12.0), (6.0, 70.0), (0.0, 1.0), (80.0, 81.0)):
-        chunks = gap_windows(gap, (1.5, 1.5), energy_db, len(waveform))
+    for gap in ((10.0, 12.0), (6.0, 70.0), (0.0, 1.0), (80.0, 81.0), (30.0, 36.0)):
+        chunks = gap_windows(gap, n_tried, energy_db, len(waveform))
+        if gap[1] - gap[0] < (0, 1.5, 4.0)[n_tried]:
+            assert chunks == []
+            continue
         assert chunks[0].start_s <= gap[0] and chunks[-1].end_s >= min(gap[1], 81.0)
         assert all(0 < chunk.end_s - chunk.start_s <= 30 for chunk in chunks)
         assert all(a.end >= b.start for a, b in zip(chunks, chunks[1:], strict=False))
+        assert len(chunks) > 1 or n_tried < 2
+    assert gap_windows((6.0, 70.0), 3, energy_db, len(waveform)) == []

@@ -431,11 +431,11 @@ def test_omitted_words_are_found_and_inserted():
 
 
 def test_one_word_alone_between_pauses_is_inserted():
-    words = [*speak("one two"), *speak("lonely", 5.0, 1.2), *speak("three four", 9.0)]
+    words = [*speak("one two"), *speak("lonely", 5.0, 1.3), *speak("three four", 9.0)]
     energy_db = energy_of(words, 10)
     kept = words[:2] + words[3:]
     (gap,) = uncovered(kept, energy_db > -40, [])
-    assert gap == (5.0, 6.2)
+    assert gap == (5.0, 6.3)
     piece = Piece(3.5, 7.7, (replace(words[2], prob=0.6),))
     assert text_of(insert(kept, gap, piece, energy_db)) == text_of(words)
 
@@ -497,15 +497,24 @@ def test_second_decoding_without_gain_changes_nothing():
 
 def test_gaps_are_closed_joined_and_masked():
     voiced = np.zeros(3000, bool)
-    voiced[100:160], voiced[190:250] = True, True  # 1.2 s with a hole of 0.3 s
-    voiced[450:580] = True  # 2.0 s later
-    voiced[1000:1090] = True  # too short
+    voiced[100:160], voiced[190:250] = True, True  # one run of 1.2 s with a hole of 0.3 s
+    voiced[390:520] = True  # 1.4 s later
+    voiced[1000:1120] = True  # too short alone
+    voiced[1300:1365], voiced[1400:1415] = True, True  # 0.8 s in one run ...
+    voiced[1500:1570] = True  # ... and 0.7 s near it
     voiced[2000:2200] = True
-    assert uncovered([], voiced, []) == [(1.0, 5.8), (20.0, 22.0)]
-    assert uncovered([], voiced, [(4.0, 9.0), (19, 21.5)]) == [(1.0, 2.5)]
-    assert uncovered([], voiced, [(3.0, 3.5)]) == [(1.0, 2.5), (4.5, 5.8), (20.0, 22.0)]
-    assert uncovered([Word(" a", 20.9, 21.1, 0.9)], voiced, [(0, 9)]) == []
+    assert uncovered([], voiced, []) == [(1.0, 5.2), (13.0, 15.7), (20.0, 22.0)]
+    assert uncovered([], voiced, [(3.9, 16.0), (19, 21.5)]) == []
+    assert uncovered([], voiced, [(3.0, 3.5)]) == [(3.9, 5.2), (13.0, 15.7), (20.0, 22.0)]
+    assert uncovered([Word(" a", 20.95, 21.05, 0.9)], voiced, [(0, 16)]) == [(20.0, 22.0)]
+    assert uncovered([Word(" ah", 20.6, 21.4, 0.9)], voiced, [(0, 16)]) == []
     assert uncovered([Word(" a", -1, 99, 0.9)], np.zeros(0, bool), [(-1, 99)]) == []
+
+
+def test_a_number_in_digits_takes_as_long_as_its_words():
+    word = Word(" 1465", 1.0, 3.0, 0.9)
+    assert uncovered([word], np.ones(400, bool), []) == []
+    assert uncovered([replace(word, text=" and")], np.ones(400, bool), []) == [(0.0, 4.0)]
 
 
 # Segments.
