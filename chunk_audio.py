@@ -1,8 +1,8 @@
 """Audio file -> mono 16 kHz waveform -> overlapping chunks of up to 30 s -> log-mel.
 
-`load_audio` reads any container to [n_samples] float32; `plan_chunks` cuts it at pauses into
-chunks that overlap; `log_mel` makes the encoder's input [B, n_mels, 3000]. Pure functions, no
-model: what the chunks say is other files' work.
+`load_audio` reads any container to [n_samples] float32, `Recording` holds one of any length;
+`plan_chunks` cuts it at pauses into chunks that overlap; `log_mel` makes the encoder's input
+[B, n_mels, 3000]. No model: what the chunks say is other files' work.
 
 Sources: log-mel scaling and padding as openai-whisper's `audio.py` (compared in the tests); mel
 bands by Slaney's formula, as librosa's `filters.mel` (compared in the tests; computed here since
@@ -12,7 +12,8 @@ importing librosa costs every start 1.5 s); the cutting rules are from a measure
 
 import functools
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ WINDOW_S = 30  # seconds of one encoder input
 WINDOW_SAMPLES = WINDOW_S * SAMPLE_RATE
 SILENCE_DB = -90.0  # dBFS; 16-bit audio has nothing below
 
+IN_MEMORY_S = 600  # s of a recording that stay in memory
 _BLOCK = 1 << 18  # samples read at a time, so that a long file at a high rate stays small in memory
 
 
@@ -58,7 +60,38 @@ class Chunk:
 # ---- reading ---------------------------------------------------------------------------------
 
 
+class Recording:
+    """A mono waveform [n_samples], float32, 16 kHz, of any length; slices are tensors.
+
+    In memory up to IN_MEMORY_S, in a temporary file beyond, so that hours need no more memory
+    than minutes.
+    """
+
+    def __init__(self, blocks: Iterable[np.ndarray]):
+        """Keep the samples of `blocks`, float32 [n] each."""
+        self._n_samples = 0
+        self._file = tempfile.SpooledTemporaryFile(IN_MEMORY_S * SAMPLE_RATE * 4)
+        for block in blocks:
+            self._file.write(np.ascontiguousarray(block, dtype=np.float32).tobytes())
+            self._n_samples += len(block)
+
+    def __len__(self) -> int:
+        return self._n_samples
+
+    def __getitem__(self, part: slice) -> Tensor:
+        start, stop, _ = part.indices(len(self))
+        if stop <= start:
+            return torch.zeros(0)
+        self._file.seek(4 * start)
+        return torch.frombuffer(bytearray(self._file.read(4 * (stop - start))), dtype=torch.float32)
+
+
 def load_audio(path: str | Path) -> Tensor:
+    """Read a whole file as a waveform [n_samples]; see `open_audio`."""
+    return open_audio(path)[:]
+
+
+def open_audio(path: str | Path) -> Recording:
     """Read a file as a mono waveform [n_samples], float32, 16 kHz, finite.
 
     Channels are averaged. Wav, flac, ogg and mp3 go through soundfile, all else through PyAV
@@ -74,10 +107,9 @@ def load_audio(path: str | Path) -> Tensor:
     if path.stat().st_size == 0:
         raise AudioError(f"{path} is empty (0 bytes)")
     try:
-        blocks = list(_resampled(*_read_soundfile(path)))
+        return Recording(_resampled(*_read_soundfile(path)))
     except (soundfile.LibsndfileError, EOFError, TypeError):  # TypeError: named .raw
-        blocks = list(_resampled(*_read_av(path)))
-    return torch.from_numpy(np.concatenate(blocks) if blocks else np.zeros(0, np.float32))
+        return Recording(_resampled(*_read_av(path)))
 
 
 def _read_soundfile(path: Path) -> tuple[int, Iterator[np.ndarray]]:
@@ -216,14 +248,13 @@ def mel_filters(n_mels: int) -> Tensor:
 # ---- chunks ----------------------------------------------------------------------------------
 
 
-def frame_energy_db(waveform: Tensor) -> np.ndarray:
+def frame_energy_db(waveform: Tensor | Recording) -> np.ndarray:
     """Level of each 10 ms frame in dBFS over 25 ms of samples, [n_frames] float32."""
-    samples = waveform.numpy()
-    n_frames = -(-len(samples) // HOP_LENGTH)
+    n_frames = -(-len(waveform) // HOP_LENGTH)
     levels = [np.zeros(0, np.float32)]
     for first in range(0, n_frames, _BLOCK // HOP_LENGTH):  # in blocks: hours stay small in memory
         n = min(_BLOCK // HOP_LENGTH, n_frames - first)
-        block = samples[first * HOP_LENGTH : (first + n) * HOP_LENGTH + N_FFT].astype(np.float64)
+        block = waveform[first * HOP_LENGTH : (first + n) * HOP_LENGTH + N_FFT].double().numpy()
         total = np.concatenate(([0.0], np.cumsum(block * block)))
         start = np.arange(n) * HOP_LENGTH
         end = np.minimum(start + N_FFT, len(block))
@@ -254,7 +285,9 @@ def best_pause(energy_db: np.ndarray, low: int, high: int) -> int:
     return best_frame
 
 
-def plan_chunks(waveform: Tensor, energy_db: np.ndarray, max_s: float = WINDOW_S) -> list[Chunk]:
+def plan_chunks(
+    waveform: Tensor | Recording, energy_db: np.ndarray, max_s: float = WINDOW_S
+) -> list[Chunk]:
     """Overlapping chunks of at most `max_s` seconds that cover the whole waveform.
 
     Each chunk ends in the best pause of its last 5 s, and the next starts in the best pause of

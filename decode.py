@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from align import align_words
-from chunk_audio import Chunk, log_mel, pad_or_trim
+from chunk_audio import Chunk, Recording, log_mel, pad_or_trim
 from model import Whisper
 from stitch import Word
 from tokenizer import Tokenizer
@@ -251,7 +251,7 @@ class WindowResult:
 
 
 def encode_chunks(
-    model: Whisper, waveform: Tensor, chunks: Iterable[Chunk], stats: Stats
+    model: Whisper, waveform: Tensor | Recording, chunks: Iterable[Chunk], stats: Stats
 ) -> Iterator[Window]:
     """Run the encoder over each chunk once, padded to 30 s, in order, when asked for it."""
     for chunk in chunks:

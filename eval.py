@@ -27,7 +27,13 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
 from chunk_audio import WINDOW_S
 from decode import compile_decode_step, decode_one_token
-from generate import add_options, load_from_args, options_from_args, transcribe
+from generate import (
+    add_options,
+    load_from_args,
+    options_from_args,
+    peak_memory_gb,
+    transcribe,
+)
 from model import Whisper
 from rivals import RIVALS, System, add_rival_options, load_rival
 from tokenizer import Tokenizer, language_code
@@ -215,7 +221,11 @@ def run(args: argparse.Namespace) -> int:
     if args.texts:
         args.texts.write_text(json.dumps(texts, ensure_ascii=False, indent=1), encoding="utf-8")
     threads = torch.get_num_threads()
-    print(json.dumps({"systems": summary, "threads": threads, "torch": torch.__version__}))
+    memory_gb = round(peak_memory_gb(torch.device(args.device)), 3)  # of all systems that ran
+    print(json.dumps({
+        "systems": summary, "process_peak_memory_gb": memory_gb, "threads": threads,
+        "torch": torch.__version__,
+    }))  # fmt: skip
     return 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chunk_audio import SAMPLE_RATE, Chunk, frame_energy_db, load_audio, plan_chunks
+from chunk_audio import SAMPLE_RATE, Chunk, Recording, frame_energy_db, open_audio, plan_chunks
 from decode import (
     DecodeOptions,
     DecodeStep,
@@ -109,10 +109,10 @@ def transcribe(
     _check_language(tokenizer, options.language)
     with stats.timed("load audio", model.device):
         if isinstance(audio, (str, Path)):
-            waveform = load_audio(audio)
+            waveform = open_audio(audio)
         else:
             waveform = torch.as_tensor(audio, dtype=torch.float32, device="cpu")
-    if waveform.dim() != 1:
+    if isinstance(waveform, Tensor) and waveform.dim() != 1:
         raise ValueError(f"the waveform has shape {list(waveform.shape)}; allowed: [n_samples]")
     stats.audio_s = len(waveform) / SAMPLE_RATE
     job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
@@ -133,8 +133,8 @@ class LongAudio:
     """
 
     def __init__(
-        self, model: Whisper, tokenizer: Tokenizer, waveform: Tensor, options: GenerateOptions,
-        decode_step: DecodeStep, stats: Stats,
+        self, model: Whisper, tokenizer: Tokenizer, waveform: Tensor | Recording,
+        options: GenerateOptions, decode_step: DecodeStep, stats: Stats,
     ):  # fmt: skip
         self.model, self.tokenizer, self.waveform = model, tokenizer, waveform
         self.options, self.decode_step, self.stats = options, decode_step, stats
@@ -248,7 +248,7 @@ class LongAudio:
         while True:
             gaps: dict[Chunk, tuple[float, float]] = {}
             for gap in uncovered(words, self.is_voiced, self.masked):
-                n_tried = sum(all(abs(a - b) < 0.4 for a, b in zip(gap, t)) for t in tried)  # noqa: B905
+                n_tried = sum(abs(gap[0] - a) < 0.4 and abs(gap[1] - b) < 0.4 for a, b in tried)
                 windows = gap_windows(gap, n_tried, self.energy_db, len(self.waveform))
                 tried.append(gap)
                 gaps |= dict.fromkeys(windows, gap)

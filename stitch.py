@@ -121,10 +121,10 @@ def insert(
 
     Words stretched over the gap are taken out first: the piece has heard them where they are.
     """
-    low_s, high_s = gap[0] - COVER_S, gap[1] + COVER_S
-    outside = [word.end_s < low_s or word.start_s > high_s for word in words]
-    spoken = [word.end_s - word.start_s <= _longest_s(word) for word in words]
-    rest = [word for word, *keep in zip(words, outside, spoken, strict=True) if any(keep)]
+    low = bisect_left(words, gap[0] - COVER_S, key=lambda word: word.end_s)
+    high = bisect_right(words, gap[1] + COVER_S, key=lambda word: word.start_s)
+    spoken = [word for word in words[low:high] if word.end_s - word.start_s <= _longest_s(word)]
+    rest = [*words[:low], *spoken, *words[high:]]
     _merge_into(rest, math.inf, piece, energy_db)
     return rest if len(rest) > len(words) else list(words)
 

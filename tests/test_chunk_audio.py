@@ -18,6 +18,7 @@ import torch
 import whisper.audio as reference
 from torch import Tensor
 
+import chunk_audio
 from chunk_audio import (
     FRAME_RATE,
     HOP_LENGTH,
@@ -27,6 +28,7 @@ from chunk_audio import (
     WINDOW_SAMPLES,
     AudioError,
     Chunk,
+    Recording,
     best_pause,
     frame_energy_db,
     load_audio,
@@ -566,6 +568,23 @@ def test_damaged_files_are_read_or_refused(tmp_path, speech):
             except Exception as error:  # noqa: BLE001, what else escapes is the question here
                 escaped[f"{name}: {type(error).__name__}"] = str(error)
     assert not escaped
+
+
+def test_a_long_recording_lies_in_a_file_and_reads_the_same(monkeypatch):
+    """Hours have to need no more memory than minutes."""
+    rng = np.random.default_rng(0)
+    blocks = [rng.standard_normal(n).astype(np.float32) for n in (40_000, 7, 0, 90_000)]
+    whole = torch.from_numpy(np.concatenate(blocks))
+    in_memory = Recording(blocks)
+    monkeypatch.setattr(chunk_audio, "IN_MEMORY_S", 1)
+    on_disk = Recording(blocks)
+    assert not in_memory._file._rolled and on_disk._file._rolled
+    for recording in (in_memory, on_disk):
+        assert len(recording) == len(whole)
+        for part in (slice(None), slice(5, 50_000), slice(-10, None), slice(9, 9), slice(10**9)):
+            assert torch.equal(recording[part], whole[part])
+        assert np.array_equal(frame_energy_db(recording), frame_energy_db(whole))
+    assert torch.equal(Recording([])[:], torch.zeros(0))
 
 
 # ---- corpus ------------------------------------------------------------------------------------
