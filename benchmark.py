@@ -182,8 +182,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--audio", type=Path, help="file for the whole-file comparison")
     add("--reference", type=Path, help="its text, for the word error rate")
     add("--random", help="measure stages and steps of this size with random weights")
-    add("--batch_sizes", nargs="+", type=int, default=[1, 4, 8, 16], help="rows of the steps")
+    add("--batch_sizes", nargs="*", type=int, default=[1, 4, 8, 16], help="rows of the steps")
     add("--peers", nargs="+", default=[], choices=RIVALS, help="rivals for the comparison")
+    add("--only", nargs="+", help="of ours (whisper-fast) and the rivals, run only these")
     add("--runs", type=int, default=5, help="measured runs of everything")
     add_rival_options(parser)
     args = parser.parse_args(argv)
@@ -200,7 +201,10 @@ def load_systems(args: argparse.Namespace, model: Whisper, tokenizer) -> dict[st
             systems[name] = load_rival(name, args)
         except (ImportError, ValueError) as error:
             print(f"benchmark.py: without {name}: {error}", file=sys.stderr)
-    return systems
+    chosen = {name: run for name, run in systems.items() if name in (args.only or systems)}
+    if not chosen:
+        raise ValueError(f"--only {args.only}: none of {', '.join(systems)}")
+    return chosen
 
 
 def main(argv: list[str] | None = None) -> int:

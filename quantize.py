@@ -6,7 +6,8 @@ Out: beside it `model_int8.safetensors` or `model_int4_g64.safetensors`, with th
 
 Every linear layer and the embedding table, which is also the output head, are quantized. int4
 makes the encoder int8: it computes more than it reads, and int4 costs it accuracy for few bytes.
-    int8: q [N, K] int8, scales [N]: weight = q * scale, one scale per output channel.
+    int8: q [N, K] int8, scales [N]: weight = q * scale, one scale per output channel, after
+          scale was moved from loud channels of the LayerNorm before it into the weight.
     int4: q [N, K / 2] uint8, two values a byte, scales and zeros [N, K / groupsize] fp16:
           weight = (q - zero) * scale.
 On a CPU both run as int8 x int8 products with one scale per row of activations, so a row's result
@@ -14,7 +15,8 @@ does not depend on its batch. int4 is turned into int8 when loaded there: it mak
 not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
 
 Leaves loading and decoding to `generate.py`, the CPU's operators to `cpu_kernels.py`.
-Source: Badri and Shaji, "Half-Quadratic Quantization", 2023; swapped modules: gpt-fast.
+Sources: Badri and Shaji, "Half-Quadratic Quantization", 2023; Xiao et al., "SmoothQuant", 2022;
+swapped modules: gpt-fast.
 
     python quantize.py --checkpoint_path checkpoints/base/model.safetensors --mode int8
 """
@@ -78,7 +80,9 @@ class Int8Linear(nn.Module):
         self.register_buffer("packed", None, persistent=False)  # takes the place of `weight`
 
     @staticmethod
-    def quantize(weight: Tensor, importance: Tensor, options: QuantizeOptions) -> dict[str, Tensor]:
+    def quantize(
+        weight: Tensor, squares: Tensor | None, options: QuantizeOptions
+    ) -> dict[str, Tensor]:
         q, scales = quantize_int8(weight)
         return {"weight": q, "scales": scales}
 
@@ -113,6 +117,7 @@ class Int8Embedding(Int8Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias)
+        self.register_buffer("lookup_scales", torch.ones(in_features))  # undo what `_smooth` did
         self.out_dtype = torch.get_default_dtype()
 
     def pack(self) -> None:
@@ -125,7 +130,8 @@ class Int8Embedding(Int8Linear):
         else:
             blocks = self.packed[tokens // LANES, :, tokens % LANES]  # [B, S, dim / 4, 4]
             rows = blocks.flatten(-2).to(torch.int16) - 128  # [B, S, dim]
-        return (rows * self.scales[tokens][..., None]).to(self.out_dtype)
+        rows = rows * self.scales[tokens][..., None] * self.lookup_scales
+        return rows.to(self.out_dtype)
 
     def project(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden)  # [B, S, n_vocab]
@@ -201,9 +207,9 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def quantize(
-        cls, weight: Tensor, importance: Tensor, options: QuantizeOptions
+        cls, weight: Tensor, squares: Tensor | None, options: QuantizeOptions
     ) -> dict[str, Tensor]:
-        how = (min(options.groupsize, cls.max_groupsize), options.scheme, importance)
+        how = (min(options.groupsize, cls.max_groupsize), options.scheme, squares)
         # A few rows at a time stay in the processor's cache, which is 3 times faster.
         parts = [quantize_int4(w, *how) for w in weight.split(2048)]
         q, scales, zeros = map(torch.cat, zip(*parts, strict=True))
@@ -304,8 +310,10 @@ def quantize_state_dict(
         else:
             modules[name] = "int8" if name.startswith("encoder.") else options.mode
             kind = _QUANTIZED[modules[name], type(module)]
-            weight = result.pop(f"{name}.weight")
-            parts = kind.quantize(weight, _importance(name, weight.shape[1], state_dict), options)
+            weight, squares = result.pop(f"{name}.weight"), _mean_squares(name, state_dict)
+            if modules[name] == "int8" and squares is not None:
+                weight = _smooth(name, weight, squares, result)
+            parts = kind.quantize(weight, squares, options)
             result |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     if not modules:
         raise ValueError(f"nothing to quantize to {options.mode}; skipped: {skipped}")
@@ -315,16 +323,40 @@ def quantize_state_dict(
     return result, dataclasses.asdict(options) | {"modules": modules}, skipped
 
 
-def _importance(name: str, K: int, state_dict: dict[str, Tensor]) -> Tensor:
-    """Mean square [K] of a layer's input channels as far as the weights tell: after a LayerNorm.
+def _norm_before(name: str) -> str | None:
+    """The LayerNorm whose output a layer reads, if it is the only reader."""
+    ends = (end for end in _NORM_BEFORE if name.endswith(end))
+    return next((name.removesuffix(end) + _NORM_BEFORE[end] for end in ends), None)
+
+
+def _mean_squares(name: str, state_dict: dict[str, Tensor]) -> Tensor | None:
+    """Mean squares [K] of a layer's input channels as far as the weights tell: after a LayerNorm.
 
     A normalised value has mean 0 and variance 1, so the norm's weight and bias give the square.
     """
-    for layer, norm in _NORM_BEFORE.items():
-        if name.endswith(layer):
-            norm = name.removesuffix(layer) + norm
-            return sum(state_dict[f"{norm}.{part}"].float() ** 2 for part in ("weight", "bias"))
-    return torch.ones(K)
+    norm = _norm_before(name)
+    if norm is None:
+        return None
+    return sum(state_dict[f"{norm}.{part}"].float() ** 2 for part in ("weight", "bias"))
+
+
+def _smooth(name: str, weight: Tensor, squares: Tensor, result: dict[str, Tensor]) -> Tensor:
+    """Move scale from loud input channels into the weights [N, K], which are returned.
+
+    A row of int8 activations has one step for all channels, so that a few loud ones leave the rest
+    hardly any values. The norm before the layer is divided by what the weights are multiplied by;
+    the embedding's lookup undoes it. Source: Xiao et al., "SmoothQuant", 2022, at its strength of
+    0.5; the channels' sizes come from the norm instead of calibration data.
+    """
+    largest = weight.float().abs().amax(dim=0).clamp(min=1e-5)
+    factors = (squares.sqrt().clamp(min=1e-5) / largest).sqrt()
+    factors /= factors.log().mean().exp()  # [K]
+    norm = _norm_before(name)
+    for part in ("weight", "bias"):
+        result[f"{norm}.{part}"] = result[f"{norm}.{part}"].float() / factors
+    if name == "decoder.embedding":
+        result[f"{name}.lookup_scales"] = 1 / factors
+    return weight.float() * factors
 
 
 def swap_modules(model: Whisper, settings: dict) -> int:

@@ -19,6 +19,7 @@ from decode import (
     encode_chunks,
     setup_decoding,
 )
+from eval import count_errors, normalise
 from long_audio import GenerateOptions, LongAudio, transcribe
 from stitch import Word
 
@@ -99,6 +100,25 @@ def test_batch_of_one_equals_batch_of_eight(tiny_en, samples):
     ]
     timed = [[(word.text, word.start_s, word.end_s) for word in each] for each in words]
     assert timed[0] == timed[1]
+
+
+def test_a_token_limit_says_what_it_left_out(tiny_en, samples):
+    """Another program skipped the rest of a window at the limit, silently."""
+    waveform = load_audio(samples / "long.flac")[: 28 * SAMPLE_RATE]
+    result = transcribe(*tiny_en, waveform, GenerateOptions("en", max_new_tokens=10))
+    words = words_of(result)
+    assert len(words) > 10  # the rest was read by further windows, as far as they may go
+    assert any("sound without text" in warning for warning in result.warnings)
+
+
+def test_timestamps_lose_no_words(tiny_en, samples):
+    """With timestamps a decoder stops early where a window cuts a sentence; that is recovered."""
+    texts = [
+        transcribe(*tiny_en, samples / "long.flac", GenerateOptions("en", timestamps=t)).text
+        for t in (False, True)
+    ]
+    errors = count_errors(*(normalise(text, "en") for text in texts))
+    assert errors[1] <= 2 and sum(errors) <= 0.08 * len(texts[0].split())
 
 
 @pytest.mark.slow

@@ -144,12 +144,14 @@ def test_every_linear_layer_is_swapped_and_keeps_its_bias(options, args):
     assert not any(isinstance(m, torch.nn.Linear) for m in small.modules())
     for name in linears:
         old, new = model.get_submodule(name), small.get_submodule(name)
-        x = torch.randn(2, 3, old.in_features)
+        x = y = torch.randn(2, 3, old.in_features)
+        if norm := quantize._norm_before(name):  # scale may have moved from one to the other
+            x, y = model.get_submodule(norm)(x), small.get_submodule(norm)(x)
         zeros = torch.zeros(1, old.in_features)
         assert torch.allclose(new(zeros)[0], old.bias, atol=2e-3), name  # kept as float16
         mode = "int8" if name.startswith("encoder.") else options.mode
         bound = 0.02 if mode == "int8" else 0.2  # of values with 8 and 4 bits
-        assert (new(x) - old(x)).norm() < bound * old(x).norm(), name
+        assert (new(y) - old(x)).norm() < bound * old(x).norm(), name
     assert isinstance(small.decoder.embedding, Int8Embedding)  # int4 runs as int8 on a CPU
 
 
@@ -163,9 +165,30 @@ def test_tied_table_gives_the_same_rows_to_lookup_and_head(options, packed):
     table = model.decoder.embedding.weight
     assert (rows - table).norm() < (0.01 if options.mode == "int8" else 0.15) * table.norm()
     hidden = torch.randn(3, 1, 36)
-    logits = small.decoder.logits(hidden)
+    scales = getattr(small.decoder.embedding, "lookup_scales", torch.ones(36))
+    logits = small.decoder.logits(hidden * scales.float())  # as the norm gives them
     assert logits.shape == (3, 1, 501)
     assert torch.allclose(logits, F.linear(hidden, rows), atol=0.02 * logits.abs().max().item())
+
+
+def test_loud_channels_give_scale_to_the_weights():
+    """The product stays what it was; a row's step no longer follows three loud channels."""
+    torch.manual_seed(0)
+    norm, linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 32)
+    norm.weight.data[:3] = 30.0
+    linear.weight.data[:, :3] /= 10
+    before = {"mlp_norm.weight": norm.weight, "mlp_norm.bias": norm.bias}
+    squares, result = quantize._mean_squares("mlp.fc1", before), dict(before)
+    weight = quantize._smooth("mlp.fc1", linear.weight, squares, result)
+    x, errors = torch.randn(100, 64), []
+    expected = F.linear(norm(x), linear.weight)
+    for w, b in ((linear.weight, before), (weight, result)):
+        y = F.layer_norm(x, (64,), b["mlp_norm.weight"], b["mlp_norm.bias"])
+        assert torch.allclose(F.linear(y, w), expected, atol=1e-4)
+        (q, q_scales), (p, p_scales) = quantize_int8(y), quantize_int8(w)
+        rounded = (q.float() * q_scales[:, None]) @ (p.float() * p_scales[:, None]).T
+        errors.append((rounded - expected).norm())
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_decoder_alone_leaves_the_encoder_and_says_so():
@@ -420,7 +443,7 @@ def test_int8_linear_equals_exact_integer_sums(M, N, K):
 
 
 def test_real_logits_stay_close(tiny_en, samples):
-    """On real speech. Tolerance: the 20 likeliest tokens differed by 0.36 at most, 0.12 in mean."""
+    """On real speech. Tolerance: four times the divergence that was measured, 0.0015 nats."""
     model, tokenizer = tiny_en
     state_dict, settings, _ = quantize_state_dict(
         model.state_dict(), model.args, QuantizeOptions("int8")
@@ -435,9 +458,9 @@ def test_real_logits_stay_close(tiny_en, samples):
         input_pos = torch.arange(tokens.shape[1])[None]
         logits.append(network.decoder.logits(network.decoder(tokens, input_pos))[0, -1])
     assert logits[0].argmax() == logits[1].argmax()
-    likely = logits[0].topk(20).indices
-    logprobs = [row.log_softmax(dim=-1)[likely] for row in logits]
-    assert (logprobs[0] - logprobs[1]).abs().max() < 0.5
+    old, new = (row.log_softmax(dim=-1) for row in logits)
+    divergence = (old.exp() * (old - new)).sum()
+    assert divergence < 0.006
 
 
 @pytest.mark.parametrize("S", [1, 3, 65, 127, 1500])
