@@ -219,6 +219,16 @@ void linear_block(const Int8Rows& x, int64_t m, const uint8_t* w, int64_t K, int
   int32_t sums[M][kLanes];
   dot_block<M>(x.values.data() + m * K, x.sums.data() + m, w, K, sums);
   const int64_t lanes = std::min(kLanes, out.N - n);  // the last block may hold padding
+#ifdef __AVX512F__
+  const __mmask16 mask = static_cast<__mmask16>((1u << lanes) - 1);
+  const __m512 scales = _mm512_maskz_loadu_ps(mask, out.scales + n);
+  const __m512 bias = out.bias ? _mm512_maskz_loadu_ps(mask, out.bias + n) : _mm512_setzero_ps();
+  for (int i = 0; i < M; i++) {
+    const __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums[i]));
+    const __m512 y = sum * (scales * _mm512_set1_ps(x.scales[m + i])) + bias;
+    _mm512_mask_storeu_ps(out.data + (m + i) * out.N + n, mask, y);
+  }
+#else
   for (int i = 0; i < M; i++) {
     float* row = out.data + (m + i) * out.N + n;
     for (int64_t lane = 0; lane < lanes; lane++) {
@@ -227,6 +237,7 @@ void linear_block(const Int8Rows& x, int64_t m, const uint8_t* w, int64_t K, int
       if (out.bias) row[lane] += out.bias[n + lane];
     }
   }
+#endif
 }
 
 // As many rows from m on as share a pass, against a range of blocks. Returns how many rows.
