@@ -36,7 +36,7 @@ from decode import (
 from eval import count_errors, normalise, our_system
 from generate import PRECISIONS, add_options, load_from_args, peak_memory_gb, step_bytes
 from model import ModelArgs, Whisper
-from rivals import RIVALS, System, add_rival_options, load_rival
+from rivals import RIVALS, RivalProcess, System, add_rival_options
 
 N_STEPS = 40  # decode steps of one measurement
 READ_BYTES = 1 << 29  # of the memory ceiling: far more than any cache holds
@@ -123,10 +123,15 @@ def bench_steps(
     }
 
 
+def _own_memory_gb() -> float:
+    """Peak of this process, or of the GPU where there is one."""
+    return peak_memory_gb(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def bench_files(
     systems: dict[str, System], path: Path, reference: str | None, language: str, n_runs: int
 ) -> dict[str, dict]:
-    """Whole files, the systems taking turns: median seconds, x real time, WER."""
+    """Whole files, the systems taking turns: median seconds, x real time, peak memory, WER."""
     audio_s = len(load_audio(path)) / SAMPLE_RATE
     times: dict[str, list[float]] = {name: [] for name in systems}
     texts = {name: system(path, language)[0] for name, system in systems.items()}  # warm-up
@@ -142,6 +147,7 @@ def bench_files(
             "seconds": median_s,
             "spread": [min(times[name]), max(times[name])],
             "x_realtime": audio_s / median_s,
+            "peak_memory_gb": getattr(systems[name], "memory_gb", None) or _own_memory_gb(),
         }
         if reference is not None:
             words = normalise(reference, language)
@@ -198,7 +204,7 @@ def load_systems(args: argparse.Namespace, model: Whisper, tokenizer) -> dict[st
     systems = {"whisper-fast": our_system(args, model, tokenizer)}
     for name in args.peers:
         try:
-            systems[name] = load_rival(name, args)
+            systems[name] = RivalProcess(name, args, _own_memory_gb)
         except (ImportError, ValueError) as error:
             print(f"benchmark.py: without {name}: {error}", file=sys.stderr)
     chosen = {name: run for name, run in systems.items() if name in (args.only or systems)}
@@ -222,8 +228,13 @@ def run(args: argparse.Namespace) -> int:
     out = {
         "torch": torch.__version__, "device": str(model.device), "dtype": str(model.dtype),
         "threads": torch.get_num_threads(), "compile": args.compile,
-        "ceilings": ceilings(model.device, model.dtype, args.runs),
     }  # fmt: skip
+    if args.audio:  # first, as the ceilings take memory of their own
+        reference = args.reference.read_text(encoding="utf-8") if args.reference else None
+        systems, language = load_systems(args, model, tokenizer), args.language
+        out["files"] = bench_files(systems, args.audio, reference, language, args.runs)
+        print(f"files: {json.dumps(out['files'])}", file=sys.stderr)
+    out["ceilings"] = ceilings(model.device, model.dtype, args.runs)
     waveform = load_audio(args.audio) if args.audio else torch.zeros(SAMPLE_RATE)
     out["stages"] = bench_stages(model, waveform, args.runs)
     step = compile_decode_step(model.device) if args.compile else decode_one_token
@@ -232,13 +243,8 @@ def run(args: argparse.Namespace) -> int:
     for n_rows in args.batch_sizes:
         out["steps"].append(bench_steps(model, tokenizer, n_rows, step, read_gb_s, args.runs))
         print(json.dumps(out["steps"][-1]), file=sys.stderr)
-    if args.audio:
-        reference = args.reference.read_text(encoding="utf-8") if args.reference else None
-        systems, language = load_systems(args, model, tokenizer), args.language
-        out["files"] = bench_files(systems, args.audio, reference, language, args.runs)
-    out["process_peak_memory_gb"] = peak_memory_gb(model.device)
-    for name in ("ceilings", "stages", "files"):
-        print(f"{name}: {json.dumps(out.get(name))}", file=sys.stderr)
+    for name in ("ceilings", "stages"):
+        print(f"{name}: {json.dumps(out[name])}", file=sys.stderr)
     print(json.dumps(out))
     return 0
 

@@ -95,9 +95,13 @@ class Int8Linear(nn.Module):
         if load_kernels() and "AVX" in torch.backends.cpu.get_cpu_capability():
             N, K = self.weight.shape
             weight = F.pad(self.weight, (0, -K % 4, 0, -N % LANES))
-            packed = weight.view(-1, LANES, weight.shape[1] // 4, 4).transpose(1, 2)
-            packed = packed.contiguous().view(torch.uint8) ^ 128  # [N / 16, K / 4, 16, 4], q + 128
-            self.packed, self.weight = packed, None
+            packed = weight.view(-1, LANES, weight.shape[1] // 4, 4).transpose(
+                1, 2
+            )  # q + 128 below
+            packed = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            # [N / 16, K / 4, 16, 4], q + 128
+            self.packed, self.weight = packed.bitwise_xor_(128), None
+            self.scales = self.scales.clone()  # the last to hold the whole file in memory
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -123,6 +127,7 @@ class Int8Embedding(Int8Linear):
     def pack(self) -> None:
         self.out_dtype = self.scales.dtype
         super().pack()
+        self.lookup_scales = self.lookup_scales.clone()
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.packed is None:

@@ -133,6 +133,29 @@ def test_batch_equals_each_window_alone(tiny_en, samples, temperature):
         assert batch == alone
 
 
+def test_a_failed_row_is_drawn_again_beside_others(tiny_en, samples):
+    """Fallback works in a batch: a refused row goes on from its cache, its mates notice nothing."""
+    model, tokenizer = tiny_en
+    waveform = load_audio(samples / "long.flac")
+    chunks = plan_chunks(waveform, frame_energy_db(waveform))
+    ladder, tried = {0.0: 0.4, 0.4: 0.8}, []
+    for n_rows in (1, len(chunks)):
+        setup_decoding(model, tokenizer, n_rows)
+        slots = Slots(
+            model, tokenizer, DecodeOptions("en"), Stats(),
+            lambda result: ladder.get(result.temperature) if result.chunk == chunks[1] else None,
+        )  # fmt: skip
+        with torch.no_grad():
+            windows = encode_chunks(model, waveform, chunks, Stats())
+            attempts = list(decode_windows(slots, windows, decode_one_token))
+        attempts.sort(key=lambda results: results[0].chunk.start)
+        assert [len(results) for results in attempts] == [1, 3] + [1] * (len(chunks) - 2)
+        assert [result.temperature for result in attempts[1]] == [0.0, 0.4, 0.8]
+        tried.append([[result.tokens for result in results] for results in attempts])
+    assert tried[0] == tried[1]
+    assert [results[0] for results in tried[0]] == token_lists(model, tokenizer, waveform)
+
+
 def test_files_a_b_a_and_a_fresh_process(tiny_en, samples, utterances):
     """Neither cache may remember another file."""
     model, tokenizer = tiny_en
@@ -361,6 +384,15 @@ def test_waveforms_of_other_kinds_are_taken_or_refused(tiny_en, utterances):
 def test_a_language_that_the_model_lacks(base):
     with pytest.raises(ValueError, match="'yue'"):
         transcribe(*base, torch.zeros(16_000), GenerateOptions(language="cantonese"))
+
+
+def test_loading_does_not_import_the_compiler(tiny_en):
+    """It costs 1.1 s and 150 MB, and comes along when values are drawn on the meta device."""
+    code = "import sys, generate; generate.load_model('tiny.en')"
+    code += "; print('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_unknown_precision_and_missing_checkpoint(tmp_path):
