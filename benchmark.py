@@ -204,8 +204,8 @@ def load_systems(args: argparse.Namespace, model: Whisper, tokenizer) -> dict[st
     systems = {"whisper-fast": our_system(args, model, tokenizer)}
     for name in args.peers:
         try:
-            systems[name] = RivalProcess(name, args, _own_memory_gb)
-        except (ImportError, ValueError) as error:
+            systems[name] = RivalProcess(name, args)
+        except (ImportError, ValueError, OSError, RuntimeError) as error:
             print(f"benchmark.py: without {name}: {error}", file=sys.stderr)
     chosen = {name: run for name, run in systems.items() if name in (args.only or systems)}
     if not chosen:
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         return run(args)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"benchmark.py: {error}", file=sys.stderr)
         return 1
 

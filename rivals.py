@@ -1,13 +1,15 @@
 """Other Whisper programs behind one signature, for `eval.py` and `benchmark.py`.
 
 Each runs the same weights, greedy, with its own defaults for fallback and no carried context. They
-are development dependencies, imported only when asked for.
+are development dependencies, imported only when asked for. Run as a script, this file is the process
+behind `RivalProcess`.
 """
 
 import argparse
-import multiprocessing
+import json
+import subprocess
+import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 # (file, language code) -> text, encoder runs and retries; None where a program does not tell
@@ -19,6 +21,7 @@ RIVALS = (
     "transformers",
     "whisper.cpp",  # known by name only: nothing here writes its weights
 )
+_WEIGHTS = ("ct2_path", "openai_path", "hf_path")
 
 
 def add_rival_options(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +32,19 @@ def add_rival_options(parser: argparse.ArgumentParser) -> None:
     add("--hf_path", help="Hugging Face folder of the same weights, for transformers")
 
 
-def load_rival(name: str, args: argparse.Namespace) -> System:
-    """Load a rival. Raises: ValueError where its weights were not given; ImportError."""
+def _weights_of(name: str, args: argparse.Namespace) -> str:
+    """Where a rival's weights are. Raises: ValueError where they were not given."""
     if name == "whisper.cpp":
-        raise ImportError("it has no Python package that reads the weights used here")
+        raise ValueError("it reads weights in a format that nothing here writes")
     option = {"openai-whisper": "openai_path", "transformers": "hf_path"}.get(name, "ct2_path")
     if not getattr(args, option):
         raise ValueError(f"{name} needs --{option}")
+    return getattr(args, option)
+
+
+def load_rival(name: str, args: argparse.Namespace) -> System:
+    """Load a rival. Raises: ValueError where its weights were not given; ImportError."""
+    _weights_of(name, args)
     if name == "openai-whisper":
         return _openai(args.openai_path)
     if name == "transformers":
@@ -47,47 +56,44 @@ def load_rival(name: str, args: argparse.Namespace) -> System:
 class RivalProcess:
     """A rival in a process of its own, so that its threads and memory are not those of ours.
 
-    Raises what loading or transcribing raised there.
+    Raises: ValueError where its weights were not given; RuntimeError with what went wrong there.
     """
 
-    def __init__(self, name: str, args: argparse.Namespace, peak_memory_gb: Callable[[], float]):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        serve = (name, args, peak_memory_gb, theirs)
-        self._process = context.Process(target=_serve, args=serve, daemon=True)
-        self._process.start()
+    def __init__(self, name: str, args: argparse.Namespace):
+        _weights_of(name, args)
+        options = {k: getattr(args, k) for k in (*_WEIGHTS, "ct2_type", "batch_size")}
+        command = [sys.executable, __file__, name, json.dumps(options, default=str)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.memory_gb = 0.0  # peak so far
         self._answer()
 
     def __call__(self, path: Path, language: str) -> tuple[str, None, None]:
-        self._connection.send((path, language))
-        return self._answer()
+        print(json.dumps([str(path), language]), file=self._process.stdin, flush=True)
+        return self._answer(), None, None
 
-    def _answer(self):
-        answer, self.memory_gb = self._connection.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def _answer(self) -> str:
+        answer = json.loads(self._process.stdout.readline() or '{"error": "its process died"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        self.memory_gb = answer["memory_gb"]
+        return answer["text"]
 
 
-def _serve(
-    name: str, args: argparse.Namespace, peak_memory_gb: Callable[[], float], pipe: Connection
-) -> None:
-    """Load a rival and answer every (path, language) until the other side is gone."""
-    system: System | None = None
-    while True:
-        try:
-            if system is None:
-                answer, system = None, load_rival(name, args)
-            else:
-                answer = system(*pipe.recv())
-        except EOFError:
-            return
-        except (ImportError, ValueError, OSError, RuntimeError) as error:
-            answer = type(error)(str(error))
-        pipe.send((answer, peak_memory_gb()))
-        if system is None:
-            return
+def _serve(name: str, options: dict) -> None:
+    """Load a rival, then answer each line [path, language] of stdin; what it prints is not ours."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        text, system = "", load_rival(name, argparse.Namespace(**options))
+        while True:
+            memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux
+            print(json.dumps({"text": text, "memory_gb": memory_gb}), file=out, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                return
+            text, *_ = system(*json.loads(line))
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        print(json.dumps({"error": str(error)}), file=out, flush=True)
 
 
 def _faster_whisper(folder: str, compute_type: str, batch_size: int) -> System:
@@ -131,3 +137,9 @@ def _transformers(folder: str) -> System:
         return pipe(str(path), return_timestamps=True, generate_kwargs=kwargs)["text"], None, None
 
     return run
+
+
+if __name__ == "__main__":
+    import resource
+
+    _serve(sys.argv[1], json.loads(sys.argv[2]))

@@ -35,11 +35,14 @@ def test_random_weights_and_wrong_options(capsys):
         benchmark.main(["--random", "tiny", "--audio", "x.wav"])
 
 
-def test_a_rival_without_weights_or_package_is_named():
+def test_a_rival_without_weights_is_named():
     parser = argparse.ArgumentParser()
     add_rival_options(parser)
     args = parser.parse_args([])
     with pytest.raises(ValueError, match="--ct2_path"):
-        RivalProcess("faster-whisper", args, float)
-    with pytest.raises(ImportError):
+        RivalProcess("faster-whisper", args)
+    with pytest.raises(ValueError, match="format"):
         load_rival("whisper.cpp", args)
+    args.batch_size, args.ct2_path = 1, "nowhere"
+    with pytest.raises(RuntimeError):  # with what that process said
+        RivalProcess("faster-whisper", args)
