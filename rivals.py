@@ -1,7 +1,7 @@
 """Other Whisper programs behind one signature, for `eval.py` and `benchmark.py`.
 
 Each runs the same weights, greedy, with its own defaults for fallback and no carried context. They
-are development dependencies, imported only when asked for. Run as a script, this file is the process
+are development dependencies, imported only when asked for. As a script, this file is the process
 behind `RivalProcess`.
 """
 
