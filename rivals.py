@@ -82,6 +82,8 @@ class RivalProcess:
 
 def _serve(name: str, options: dict) -> None:
     """Load a rival, then answer each line [path, language] of stdin; what it prints is not ours."""
+    import resource  # late: Windows has none
+
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         text, system = "", load_rival(name, argparse.Namespace(**options))
@@ -140,6 +142,4 @@ def _transformers(folder: str) -> System:
 
 
 if __name__ == "__main__":
-    import resource
-
     _serve(sys.argv[1], json.loads(sys.argv[2]))

@@ -50,6 +50,7 @@ LATE_IMPORTS = {
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
     ("generate.py", "resource"),  # Windows has none
     ("cpu_kernels.py", "torch"),  # the extension builder changes sys.path
+    ("rivals.py", "resource"),  # Windows has none
     ("rivals.py", "faster_whisper"),  # needed only where compared with
     ("rivals.py", "transformers"),
     ("rivals.py", "whisper"),
