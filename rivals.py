@@ -141,5 +141,14 @@ def _transformers(folder: str) -> System:
     return run
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Serve one rival to benchmark.py, over a pipe.")
+    parser.add_argument("name", choices=RIVALS)
+    parser.add_argument("options", type=json.loads, help="paths of weights and so on, as JSON")
+    args = parser.parse_args()
+    _serve(args.name, args.options)
+    return 0
+
+
 if __name__ == "__main__":
-    _serve(sys.argv[1], json.loads(sys.argv[2]))
+    sys.exit(main())
