@@ -123,19 +123,15 @@ def bench_steps(
     }
 
 
-def _own_memory_gb() -> float:
-    """Peak of this process, or of the GPU where there is one."""
-    return peak_memory_gb(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def bench_files(
-    systems: dict[str, System], path: Path, reference: str | None, language: str, n_runs: int
+    systems: dict[str, System], args: argparse.Namespace, audio_s: float, device: torch.device
 ) -> dict[str, dict]:
-    """Whole files, the systems taking turns: median seconds, x real time, peak memory, WER."""
-    audio_s = len(load_audio(path)) / SAMPLE_RATE
+    """A whole file, the systems taking turns: median seconds, x real time, peak memory, WER."""
+    path, language = args.audio, args.language
+    reference = args.reference.read_text(encoding="utf-8") if args.reference else None
     times: dict[str, list[float]] = {name: [] for name in systems}
     texts = {name: system(path, language)[0] for name, system in systems.items()}  # warm-up
-    for _ in range(n_runs):
+    for _ in range(args.runs):
         for name, system in systems.items():
             start = time.perf_counter()
             texts[name], *_ = system(path, language)
@@ -147,8 +143,10 @@ def bench_files(
             "seconds": median_s,
             "spread": [min(times[name]), max(times[name])],
             "x_realtime": audio_s / median_s,
-            "peak_memory_gb": getattr(systems[name], "memory_gb", None) or _own_memory_gb(),
         }
+        is_rival = isinstance(systems[name], RivalProcess)
+        memory_gb = systems[name].memory_gb if is_rival else peak_memory_gb(device)
+        out[name]["peak_memory_gb"] = memory_gb
         if reference is not None:
             words = normalise(reference, language)
             errors = count_errors(words, normalise(texts[name], language))
@@ -229,13 +227,12 @@ def run(args: argparse.Namespace) -> int:
         "torch": torch.__version__, "device": str(model.device), "dtype": str(model.dtype),
         "threads": torch.get_num_threads(), "compile": args.compile,
     }  # fmt: skip
+    waveform = load_audio(args.audio) if args.audio else torch.zeros(SAMPLE_RATE)
     if args.audio:  # first, as the ceilings take memory of their own
-        reference = args.reference.read_text(encoding="utf-8") if args.reference else None
-        systems, language = load_systems(args, model, tokenizer), args.language
-        out["files"] = bench_files(systems, args.audio, reference, language, args.runs)
+        systems, audio_s = load_systems(args, model, tokenizer), len(waveform) / SAMPLE_RATE
+        out["files"] = bench_files(systems, args, audio_s, model.device)
         print(f"files: {json.dumps(out['files'])}", file=sys.stderr)
     out["ceilings"] = ceilings(model.device, model.dtype, args.runs)
-    waveform = load_audio(args.audio) if args.audio else torch.zeros(SAMPLE_RATE)
     out["stages"] = bench_stages(model, waveform, args.runs)
     step = compile_decode_step(model.device) if args.compile else decode_one_token
     read_gb_s = out["ceilings"]["read_gb_s"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 SOURCES = ("int8_kernels.cpp", "attention_kernel.cpp")
 STALE_LOCK_S = 300  # s, several times what a build takes
@@ -65,15 +65,15 @@ def _build_folder() -> Path:
 def _describe_results() -> None:
     """What the operators return, for torch.compile, which does not run them."""
 
-    @torch.library.register_fake("whisper_fast::attend_one")
+    @library.register_fake("whisper_fast::attend_one")
     def _(q, k, v, k_scales, v_scales, mask):
         return q.new_empty(q.shape, dtype=torch.float32)
 
-    @torch.library.register_fake("whisper_fast::int8_linear")
+    @library.register_fake("whisper_fast::int8_linear")
     def _(x, packed, scales, bias):
         return x.new_empty((*x.shape[:-1], len(scales)), dtype=torch.float32)
 
-    @torch.library.register_fake("whisper_fast::attend_all")
+    @library.register_fake("whisper_fast::attend_all")
     def _(q, k, v):
         B, H, S, D = q.shape
         return q.new_empty((B, S, H, D)).transpose(1, 2)

@@ -19,6 +19,7 @@ import torch
 from chunk_audio import WINDOW_S
 from convert_hf_checkpoint import convert, load_checkpoint
 from decode import Stats, compile_decode_step, decode_one_token
+from host_memory import peak_host_memory_gb
 from long_audio import GenerateOptions, transcribe
 from model import CHUNK_S, MODEL_SIZES, KVCache, Whisper
 from quantize import make_cache, prepare_for_device, swap_modules
@@ -131,12 +132,7 @@ def step_bytes(model: Whisper) -> int:
 def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource  # late: Windows has none
-    except ImportError:
-        return float("nan")
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return peak_host_memory_gb()
 
 
 def default_device() -> str:

@@ -121,15 +121,16 @@ def gap_windows(
     with more, since a stretch may need it to be understood; then cut in two, since a decoder that
     leaves one speaker out for another finds both when they are apart.
     """
-    length_s = gap[1] - gap[0]
+    length_s, max_s = gap[1] - gap[0], MAX_WINDOW_S
     if n_tried == 0:
-        return _windows_around(gap, (1.5, 1.5), MAX_WINDOW_S, energy_db, n_samples)
-    if n_tried == 1 and length_s >= 1.5:
-        return _windows_around(gap, (7.0, 5.0), MAX_WINDOW_S, energy_db, n_samples)
-    if n_tried == 2 and length_s >= 4.0:
-        longest_s = min(MAX_WINDOW_S, length_s * 0.75)
-        return _windows_around(gap, (0.5, 0.5), longest_s, energy_db, n_samples)
-    return []
+        context_s = (1.5, 1.5)
+    elif n_tried == 1 and length_s >= 1.5:
+        context_s = (7.0, 5.0)
+    elif n_tried == 2 and length_s >= 4.0:
+        context_s, max_s = (0.5, 0.5), min(MAX_WINDOW_S, length_s * 0.75)
+    else:
+        return []
+    return _windows_around(gap, context_s, max_s, energy_db, n_samples)
 
 
 def _windows_around(

@@ -90,18 +90,15 @@ class Int8Linear(nn.Module):
         """Lay the weights out for the CPU operator; elsewhere they stay as they are."""
         if self.weight.device.type != "cpu":
             return
-        self.scales = self.scales.float()
+        self.scales = self.scales.to(torch.float32, copy=True)  # or it keeps the whole file mapped
         self.bias = None if self.bias is None else self.bias.float()
         if load_kernels() and "AVX" in torch.backends.cpu.get_cpu_capability():
             N, K = self.weight.shape
             weight = F.pad(self.weight, (0, -K % 4, 0, -N % LANES))
-            packed = weight.view(-1, LANES, weight.shape[1] // 4, 4).transpose(
-                1, 2
-            )  # q + 128 below
-            packed = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            # [N / 16, K / 4, 16, 4], q + 128
+            blocks = weight.view(-1, LANES, weight.shape[1] // 4, 4).transpose(1, 2)
+            packed = blocks.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            # [N / 16, K / 4, 16, 4], each value + 128
             self.packed, self.weight = packed.bitwise_xor_(128), None
-            self.scales = self.scales.clone()  # the last to hold the whole file in memory
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from host_memory import peak_host_memory_gb
+
 # (file, language code) -> text, encoder runs and retries; None where a program does not tell
 System = Callable[[Path, str], tuple[str, int | None, int | None]]
 RIVALS = (
@@ -32,19 +34,18 @@ def add_rival_options(parser: argparse.ArgumentParser) -> None:
     add("--hf_path", help="Hugging Face folder of the same weights, for transformers")
 
 
-def _weights_of(name: str, args: argparse.Namespace) -> str:
-    """Where a rival's weights are. Raises: ValueError where they were not given."""
+def _check_weights(name: str, args: argparse.Namespace) -> None:
+    """Raises: ValueError where a rival's weights were not given."""
     if name == "whisper.cpp":
         raise ValueError("it reads weights in a format that nothing here writes")
     option = {"openai-whisper": "openai_path", "transformers": "hf_path"}.get(name, "ct2_path")
     if not getattr(args, option):
         raise ValueError(f"{name} needs --{option}")
-    return getattr(args, option)
 
 
 def load_rival(name: str, args: argparse.Namespace) -> System:
     """Load a rival. Raises: ValueError where its weights were not given; ImportError."""
-    _weights_of(name, args)
+    _check_weights(name, args)
     if name == "openai-whisper":
         return _openai(args.openai_path)
     if name == "transformers":
@@ -60,7 +61,7 @@ class RivalProcess:
     """
 
     def __init__(self, name: str, args: argparse.Namespace):
-        _weights_of(name, args)
+        _check_weights(name, args)
         options = {k: getattr(args, k) for k in (*_WEIGHTS, "ct2_type", "batch_size")}
         command = [sys.executable, __file__, name, json.dumps(options, default=str)]
         pipe = subprocess.PIPE
@@ -82,14 +83,12 @@ class RivalProcess:
 
 def _serve(name: str, options: dict) -> None:
     """Load a rival, then answer each line [path, language] of stdin; what it prints is not ours."""
-    import resource  # late: Windows has none
-
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         text, system = "", load_rival(name, argparse.Namespace(**options))
         while True:
-            memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux
-            print(json.dumps({"text": text, "memory_gb": memory_gb}), file=out, flush=True)
+            answer = {"text": text, "memory_gb": peak_host_memory_gb()}
+            print(json.dumps(answer), file=out, flush=True)
             line = sys.stdin.readline()
             if not line:
                 return

@@ -7,6 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode import (
+    DecodeOptions,
+    Slots,
+    Stats,
+    WindowResult,
+    decode_one_token,
+    decode_windows,
+    encode_chunks,
+    setup_decoding,
+)
 from generate import load_model
 from model import ModelArgs, Whisper
 
@@ -62,3 +72,16 @@ def random_model(args: ModelArgs = TINY_ARGS, seed: int = 0) -> Whisper:
         if parameter.dim() > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model
+
+
+def decode_chunks(
+    model, tokenizer, waveform, chunks, n_rows, step=decode_one_token,
+    next_temperature=lambda result: None, **options,
+) -> list[list[WindowResult]]:  # fmt: skip
+    """The attempts at each chunk of a waveform, in order of their starts."""
+    setup_decoding(model, tokenizer, n_rows)
+    slots = Slots(model, tokenizer, DecodeOptions("en", **options), Stats(), next_temperature)
+    with torch.no_grad():
+        windows = encode_chunks(model, waveform, chunks, Stats())
+        attempts = list(decode_windows(slots, windows, step))
+    return sorted(attempts, key=lambda results: results[0].chunk.start)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import whisper
-from conftest import ROOT, random_model
+from conftest import ROOT, decode_chunks, random_model
 from reference import openai_model
 from torch._dynamo.testing import CompileCounter
 
@@ -43,14 +43,10 @@ def openai_results(model, waveforms: list[torch.Tensor]) -> list[whisper.Decodin
 
 def our_results(model, tokenizer, waveforms: list[torch.Tensor]) -> list[WindowResult]:
     """Several short waveforms as the chunks of one batch."""
-    setup_decoding(model, tokenizer, len(waveforms))
     ends = torch.tensor([len(waveform) for waveform in waveforms]).cumsum(0).tolist()
     chunks = [Chunk(end - len(w), end) for end, w in zip(ends, waveforms, strict=True)]
-    with torch.no_grad():
-        windows = encode_chunks(model, torch.cat(waveforms), chunks, Stats())
-        slots = Slots(model, tokenizer, DecodeOptions("en"), Stats())
-        attempts = list(decode_windows(slots, windows, decode_one_token))
-    return sorted((a[0] for a in attempts), key=lambda result: result.chunk.start)
+    whole = torch.cat(waveforms)
+    return [a[0] for a in decode_chunks(model, tokenizer, whole, chunks, len(waveforms))]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +106,9 @@ def token_lists(model, tokenizer, waveform, step=decode_one_token, **options) ->
     """Tokens of each chunk of a waveform, as the first pass of `transcribe` decodes them."""
     batch_size = options.pop("batch_size", 8)
     chunks = plan_chunks(waveform, frame_energy_db(waveform))
-    setup_decoding(model, tokenizer, min(len(chunks), batch_size))
-    slots = Slots(model, tokenizer, DecodeOptions("en", **options), Stats())
-    with torch.no_grad():
-        windows = encode_chunks(model, waveform, chunks, Stats())
-        attempts = list(decode_windows(slots, windows, step))
-    results = sorted((a[0] for a in attempts), key=lambda result: result.chunk.start)
-    return [result.tokens for result in results]
+    n_rows = min(len(chunks), batch_size)
+    attempts = decode_chunks(model, tokenizer, waveform, chunks, n_rows, step, **options)
+    return [results[0].tokens for results in attempts]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -140,15 +132,12 @@ def test_a_failed_row_is_drawn_again_beside_others(tiny_en, samples):
     chunks = plan_chunks(waveform, frame_energy_db(waveform))
     ladder, tried = {0.0: 0.4, 0.4: 0.8}, []
     for n_rows in (1, len(chunks)):
-        setup_decoding(model, tokenizer, n_rows)
-        slots = Slots(
-            model, tokenizer, DecodeOptions("en"), Stats(),
-            lambda result: ladder.get(result.temperature) if result.chunk == chunks[1] else None,
+        attempts = decode_chunks(
+            model, tokenizer, waveform, chunks, n_rows,
+            next_temperature=lambda result: (
+                ladder.get(result.temperature) if result.chunk == chunks[1] else None
+            ),
         )  # fmt: skip
-        with torch.no_grad():
-            windows = encode_chunks(model, waveform, chunks, Stats())
-            attempts = list(decode_windows(slots, windows, decode_one_token))
-        attempts.sort(key=lambda results: results[0].chunk.start)
         assert [len(results) for results in attempts] == [1, 3] + [1] * (len(chunks) - 2)
         assert [result.temperature for result in attempts[1]] == [0.0, 0.4, 0.8]
         tried.append([[result.tokens for result in results] for results in attempts])

@@ -5,20 +5,12 @@ import random
 
 import pytest
 import torch
+from conftest import decode_chunks
 from tqdm import tqdm
 
 import long_audio
 from chunk_audio import SAMPLE_RATE, Chunk, frame_energy_db, load_audio, plan_chunks
-from decode import (
-    Slots,
-    Stats,
-    Window,
-    WindowResult,
-    decode_one_token,
-    decode_windows,
-    encode_chunks,
-    setup_decoding,
-)
+from decode import Stats, Window, WindowResult, decode_one_token, encode_chunks
 from eval import count_errors, normalise
 from long_audio import GenerateOptions, LongAudio, transcribe
 from model import CHUNK_S
@@ -133,19 +125,11 @@ def test_batch_size_order_and_mates_change_no_token(base, corpus):
             continue
         waveform = load_audio(row["path"])
         plan = plan_chunks(waveform, frame_energy_db(waveform))
-        decoded = [decode_all(*base, waveform, p, n) for p, n in ((plan, 1), (plan, 8))]
-        decoded.append(decode_all(*base, waveform, plan[::-1], 8))
+        decoded = [
+            [result.tokens for (result,) in decode_chunks(*base, waveform, chunks, n_rows)]
+            for chunks, n_rows in ((plan, 1), (plan, 8), (plan[::-1], 8))
+        ]
         assert decoded[0] == decoded[1] == decoded[2]
-
-
-def decode_all(model, tokenizer, waveform, chunks, n_rows) -> dict[Chunk, list[int]]:
-    stats = Stats()
-    setup_decoding(model, tokenizer, n_rows)
-    slots = Slots(model, tokenizer, ENGLISH.decode_options("en"), stats)
-    with torch.no_grad():
-        windows = encode_chunks(model, waveform, chunks, stats)
-        attempts = list(decode_windows(slots, windows, decode_one_token))
-    return {result.chunk: result.tokens for (result,) in attempts}
 
 
 @pytest.mark.parametrize(

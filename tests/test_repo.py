@@ -24,13 +24,9 @@ MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 4_
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
-LEAVES = {"cpu_kernels", "chunk_audio", "tokenizer", "model", "stitch"}
+LEAVES = {"cpu_kernels", "host_memory", "chunk_audio", "tokenizer", "model", "stitch"}
 PARTS = {
-    "quantize": {
-        "model",
-        "convert_hf_checkpoint",
-        "cpu_kernels",
-    },  # reads and writes the same files
+    "quantize": {"model", "convert_hf_checkpoint", "cpu_kernels"},  # the same files
     "align": {"model", "stitch", "tokenizer"},
     "decode": {"align", "chunk_audio", "model", "stitch", "tokenizer"},
     "quality": {"chunk_audio", "stitch"},
@@ -40,6 +36,7 @@ MAY_IMPORT = {
     **{name: set() for name in LEAVES},
     **PARTS,
     "convert_hf_checkpoint": {"ct2_reader", "model", "tokenizer"},
+    "rivals": {"host_memory"},
     "generate": {*LEAVES, *PARTS, "leaf", "convert_hf_checkpoint"},
     "eval": {*LEAVES, *PARTS, "leaf", "generate", "rivals"},
     "benchmark": {*LEAVES, *PARTS, "leaf", "generate", "rivals", "eval"},
@@ -48,9 +45,8 @@ MAY_IMPORT = {
 LATE_IMPORTS = {
     ("tokenizer.py", "sentencepiece"),  # protobuf module, only the writer of a tokenizer needs it
     ("convert_hf_checkpoint.py", "huggingface_hub"),  # slow to import, only downloads need it
-    ("generate.py", "resource"),  # Windows has none
+    ("host_memory.py", "resource"),  # Windows has none
     ("cpu_kernels.py", "torch"),  # the extension builder changes sys.path
-    ("rivals.py", "resource"),  # Windows has none
     ("rivals.py", "faster_whisper"),  # needed only where compared with
     ("rivals.py", "transformers"),
     ("rivals.py", "whisper"),
