@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from chunk_audio import SAMPLE_RATE, load_audio, log_mel, pad_or_trim
-from decode import (
-    DecodeState,
-    DecodeStep,
-    compile_decode_step,
-    decode_one_token,
-    setup_decoding,
-    warm_up,
-)
+from compile_step import warm_up
+from decode import DecodeState, DecodeStep, decode_one_token, setup_decoding
 from eval import count_errors, normalise, our_system
-from generate import PRECISIONS, add_options, load_from_args, peak_memory_gb, step_bytes
+from generate import (
+    PRECISIONS,
+    add_options,
+    decode_step_from_args,
+    load_from_args,
+    peak_memory_gb,
+    step_bytes,
+)
 from model import ModelArgs, Whisper
 from rivals import RIVALS, RivalProcess, System, add_rival_options
 
@@ -234,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"files: {json.dumps(out['files'])}", file=sys.stderr)
     out["ceilings"] = ceilings(model.device, model.dtype, args.runs)
     out["stages"] = bench_stages(model, waveform, args.runs)
-    step = compile_decode_step(model.device) if args.compile else decode_one_token
+    step = decode_step_from_args(args) or decode_one_token
     read_gb_s = out["ceilings"]["read_gb_s"]
     out["steps"] = []
     for n_rows in args.batch_sizes:

@@ -48,13 +48,17 @@ def load_kernels() -> bool:
     return True
 
 
-def _build_folder() -> Path:
-    """Where the operators are built, without the lock of a build that was killed long ago."""
+def processor_id() -> str:
+    """Names the instructions that this processor has, as code made for it may use them all."""
     cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
     flags = re.search("^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    processor = zlib.crc32(flags[0].encode()) if flags else 0
+    return f"{zlib.crc32(flags[0].encode()) if flags else 0:08x}"
+
+
+def _build_folder() -> Path:
+    """Where the operators are built, without the lock of a build that was killed long ago."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    folder = Path(root) / f"whisper_fast_{processor:08x}"
+    folder = Path(root) / f"whisper_fast_{processor_id()}"
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"  # torch waits for it for ever
     if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:

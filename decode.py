@@ -76,6 +76,7 @@ class DecodeState(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.eot, self.timestamps = tokenizer.eot, timestamps
+        self.warm: tuple[DecodeStep, int | None] | None = None  # a compiled step, and its top_k
         self.timestamp_begin, self.timestamp_end = (
             tokenizer.timestamp_begin,
             tokenizer.timestamp_end,
@@ -110,6 +111,9 @@ class DecodeState(nn.Module):
         self.last_timestamp[row] = 0
         self.inv_temperature[row] = 1.0 / temperature if temperature > 0 else 1.0
         self.gumbel[row] = 0.0
+
+
+DecodeStep = Callable[[Whisper, DecodeState, int | None], None]
 
 
 def decode_one_token(model: Whisper, state: DecodeState, top_k: int | None = None) -> None:
@@ -179,17 +183,6 @@ def apply_timestamp_rules(logits: Tensor, state: DecodeState) -> Tensor:
     return logits.masked_fill((mass > best_other) & ~is_timestamp, -torch.inf)
 
 
-DecodeStep = Callable[[Whisper, DecodeState, int | None], None]
-
-
-def compile_decode_step(device: torch.device) -> DecodeStep:
-    """`decode_one_token` compiled: one graph for all steps, files and prompts of a batch size."""
-    options = None
-    if device.type == "cuda":  # tuning also lets int8 weights be read without a 16-bit copy
-        options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
-    return torch.compile(decode_one_token, options=options, fullgraph=True, dynamic=False)
-
-
 def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> None:
     """Fresh Gumbel noise, -log(Exponential(1)), for each row that is drawn.
 
@@ -216,12 +209,6 @@ def setup_decoding(
     state = DecodeState(n_rows, model.args.n_text_ctx, tokenizer, suppress, timestamps)
     model.decode_state = state.to(model.device)
     return True
-
-
-def warm_up(model: Whisper, decode_step: DecodeStep, top_k: int | None) -> None:
-    """Have a compiled step compile itself, on idle rows, before anything is timed."""
-    for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
-        decode_step(model, model.decode_state, top_k)
 
 
 # ---- windows ---------------------------------------------------------------------------------

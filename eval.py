@@ -26,9 +26,9 @@ from tqdm import tqdm
 from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
 from chunk_audio import WINDOW_S
-from decode import compile_decode_step, decode_one_token
 from generate import (
     add_options,
+    decode_step_from_args,
     load_from_args,
     options_from_args,
     peak_memory_gb,
@@ -94,7 +94,7 @@ def count_repeats(reference: list[str], hypothesis: list[str], n: int = 5) -> in
 
 def our_system(args: argparse.Namespace, model: Whisper, tokenizer: Tokenizer) -> System:
     options = options_from_args(args)
-    step = compile_decode_step(model.device) if args.compile else decode_one_token
+    step = decode_step_from_args(args)
 
     def run(path: Path, language: str) -> tuple[str, int, int]:
         file_options = dataclasses.replace(options, language=language)

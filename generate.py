@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from chunk_audio import WINDOW_S
+from compile_step import compile_decode_step
 from convert_hf_checkpoint import convert, load_checkpoint
-from decode import Stats, compile_decode_step, decode_one_token
+from decode import DecodeStep, Stats, decode_one_token
 from host_memory import peak_host_memory_gb
 from long_audio import GenerateOptions, transcribe
 from model import CHUNK_S, MODEL_SIZES, KVCache, Whisper
@@ -146,7 +147,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="base", help=f"one of {', '.join(MODEL_SIZES)}, or a hub id")
     add("--checkpoint_path", type=Path, help="a converted model.safetensors, instead of --model")
-    add("--compile", action="store_true", help="compile the decode step (first run: a minute)")
+    add(
+        "--compile",
+        action=flag,
+        help="compile the decode step; default: from an hour on",
+    )
     add("--device", default=default_device(), help="cpu, cuda, cuda:1, mps")
     add("--precision", choices=PRECISIONS, help="default: fp32 on a CPU, fp16 elsewhere")
     add("--cache_dtype", choices=CACHE_DTYPES, help="of keys and values; default: see load_model")
@@ -169,6 +174,13 @@ def options_from_args(args: argparse.Namespace) -> GenerateOptions:
 def load_from_args(args: argparse.Namespace) -> tuple[Whisper, Tokenizer]:
     name = args.checkpoint_path or args.model
     return load_model(name, args.device, args.precision, args.cache_dtype)
+
+
+def decode_step_from_args(args: argparse.Namespace) -> DecodeStep | None:
+    """What --compile or --no-compile asks for; None leaves it to the length of the audio."""
+    if args.compile is None:
+        return None
+    return compile_decode_step(torch.device(args.device)) if args.compile else decode_one_token
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -194,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"loaded in {time.perf_counter() - start:.2f} s", file=sys.stderr)
     with _profiler(args.profile):
-        return _transcribe_files(model, tokenizer, args.audio, options, args.compile)
+        step = decode_step_from_args(args)
+        return _transcribe_files(model, tokenizer, args.audio, options, step)
 
 
 def _transcribe_files(
@@ -202,11 +215,10 @@ def _transcribe_files(
     tokenizer: Tokenizer,
     paths: list[Path],
     options: GenerateOptions,
-    is_compiled: bool,
+    decode_step: DecodeStep | None,
 ) -> int:
     """Print each file's text; a file that cannot be read is named and the rest are done."""
     n_failed = 0
-    decode_step = compile_decode_step(model.device) if is_compiled else decode_one_token
     for path in paths:
         start = time.perf_counter()
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from chunk_audio import SAMPLE_RATE, Chunk, Recording, frame_energy_db, open_audio, plan_chunks
+from compile_step import compile_decode_step, warm_up
 from decode import (
     DecodeOptions,
     DecodeStep,
@@ -28,7 +29,6 @@ from decode import (
     detect_language,
     encode_chunks,
     setup_decoding,
-    warm_up,
 )
 from model import Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
@@ -38,6 +38,8 @@ from tokenizer import Tokenizer, language_code
 # Temperatures of a row that failed; few, since windows are also cut anew and openai's six steps
 # cost six decodings of what is mostly noise.
 FALLBACK = (0.4, 0.8)
+
+COMPILE_FROM_S = 3600  # s of audio from which compiling pays, even where it was never done before
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ def transcribe(
     tokenizer: Tokenizer,
     audio: str | Path | Tensor | np.ndarray,
     options: GenerateOptions | None = None,
-    decode_step: DecodeStep = decode_one_token,
+    decode_step: DecodeStep | None = None,
     show_progress: bool = False,
 ) -> Transcript:
     """Transcribe a file, or a mono 16 kHz waveform [n_samples], of any length.
 
+    `decode_step` is `decode_one_token` or what `compile_decode_step` makes of it; None takes the
+    latter for an hour of audio and more.
     Raises: FileNotFoundError, IsADirectoryError, AudioError for a file that cannot be read;
     ValueError for a waveform of another shape, or a language that the model does not know.
     """
@@ -115,6 +119,9 @@ def transcribe(
     if isinstance(waveform, Tensor) and waveform.dim() != 1:
         raise ValueError(f"the waveform has shape {list(waveform.shape)}; allowed: [n_samples]")
     stats.audio_s = len(waveform) / SAMPLE_RATE
+    if decode_step is None:
+        is_long = stats.audio_s >= COMPILE_FROM_S
+        decode_step = compile_decode_step(model.device) if is_long else decode_one_token
     job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
     with tqdm(unit="s", disable=not show_progress, leave=False) as progress:
         words = job.run(progress)
@@ -154,8 +161,8 @@ class LongAudio:
         rows = batch_rows(len(chunks), self.options.batch_size, is_compiled)
         if is_compiled and rows < self.model.n_rows <= self.options.batch_size:
             rows = self.model.n_rows  # compiled already
-        is_new = setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
-        if is_new and is_compiled:
+        setup_decoding(self.model, self.tokenizer, rows, self.options.timestamps)
+        if is_compiled:
             with self.stats.timed("compile", self.model.device):
                 warm_up(self.model, self.decode_step, self.options.top_k)
         windows = encode_chunks(self.model, self.waveform, chunks, self.stats)

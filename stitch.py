@@ -102,18 +102,6 @@ def stitch(pieces: Sequence[Piece], energy_db: np.ndarray) -> list[Word]:
     return words
 
 
-def join(
-    left: Sequence[Word], left_end_s: float, right: Piece, energy_db: np.ndarray
-) -> list[Word]:
-    """Join words of audio up to `left_end_s` and a piece that starts before, at or after it.
-
-    `left` has to be in order, as `stitch` and `join` give it.
-    """
-    words = list(left)
-    _merge_into(words, left_end_s, right, energy_db)
-    return words
-
-
 def insert(
     words: Sequence[Word], gap: tuple[float, float], piece: Piece, energy_db: np.ndarray
 ) -> list[Word]:

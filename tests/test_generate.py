@@ -17,7 +17,6 @@ from decode import (
     Slots,
     Stats,
     WindowResult,
-    compile_decode_step,
     decode_one_token,
     decode_windows,
     encode_chunks,
@@ -176,15 +175,6 @@ def test_compiled_equals_eager_in_one_frame(tiny_en, utterances):
     slots.state.start_row(0, long_prompt, 448, 0.0)
     step(model, slots.state, None)
     assert counter.frame_count == 1
-
-
-def test_inductor_gives_the_eager_tokens(tiny_en, utterances):
-    """The real compiler, as `--compile` uses it."""
-    model, tokenizer = tiny_en
-    step = compile_decode_step(model.device)
-    for waveform in utterances[:2]:
-        eager = token_lists(model, tokenizer, waveform)
-        assert token_lists(model, tokenizer, waveform, step) == eager
 
 
 # ---- the step itself, with scripted logits ---------------------------------------------------

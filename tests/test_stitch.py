@@ -4,7 +4,6 @@ Simulation: words with times are laid out, cut into windows as `plan_chunks` doe
 "decodes" its own words with jittered times, mangled edges and random errors.
 """
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from stitch import (
     Segment,
     Word,
     insert,
-    join,
     split_segments,
     stitch,
     tighten,
@@ -366,9 +364,6 @@ def test_pieces_that_abut_leave_a_hole_or_are_empty():
     assert text_of(stitch(pieces, energy_db)) == " a b c d e f g"
     assert stitch([], energy_db) == [] and stitch([Piece(0, 1, ())] * 2, energy_db) == []
     assert stitch(pieces, np.zeros(0, np.float32)) == stitch(pieces, energy_db)
-    left = stitch(pieces[:2], energy_db)
-    assert join(left, 2.4, Piece(2.4, 9, tuple(speak("g", 3))), energy_db)[:6] == left
-    assert join([], -math.inf, pieces[0], energy_db) == stitch(pieces[:1], energy_db)
 
 
 def test_times_outside_the_piece_and_words_without_length():
