@@ -8,6 +8,10 @@ Words are compared after OpenAI's English normaliser, or its basic one for other
 Japanese and Korean are counted by character. A file whose reference is empty and whose set is
 `nospeech` must give no words: what it gives is invented.
 
+Rounding, or a window that starts a little later, moves some words either way. With `--delays_ms
+0 50 100 150` every file is read four times, with so much silence before it, so that two systems
+differ by less chance.
+
     python eval.py --manifest ../shared/corpus/manifest.jsonl --kind long --language en
 """
 
@@ -15,7 +19,9 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 import time
+import wave
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +31,7 @@ import torch
 from tqdm import tqdm
 from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-from chunk_audio import WINDOW_S
+from chunk_audio import SAMPLE_RATE, WINDOW_S, load_audio
 from generate import (
     add_options,
     decode_step_from_args,
@@ -180,6 +186,24 @@ def read_manifest(args: argparse.Namespace) -> list[dict]:
     return items
 
 
+def delay(items: list[dict], folder: Path, delays_ms: list[int], to: Path) -> list[dict]:
+    """Each item once for each silence before it, ms; copies with silence are written into `to`."""
+    out = []
+    for item in items:
+        for ms in delays_ms:
+            if ms == 0:
+                out.append(item)
+                continue
+            waveform = load_audio(folder / item["audio"]).clamp(-1, 1)
+            samples = torch.cat((torch.zeros(ms * SAMPLE_RATE // 1000), waveform * 32767))
+            path = to / f"{Path(item['audio']).stem}+{ms}ms.wav"
+            with wave.open(str(path), "wb") as file:
+                file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+                file.writeframes(samples.round().short().numpy().tobytes())
+            out.append({**item, "audio": str(path)})
+    return out
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Word error rates over a manifest.")
     add_options(parser)
@@ -189,6 +213,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", help="only files whose name contains one of these")
     add("--peer", nargs="+", default=[], choices=RIVALS, help="rivals to run on the same files")
     add("--peers_only", action="store_true", help="leave our own run out")
+    add("--delays_ms", nargs="+", type=int, default=[0], help="read each file after such silences")
     add("--warm_up", action="store_true", help="run the first file once before timing")
     add_rival_options(parser)
     add("--texts", type=Path, help="write every transcript to this JSON file")
@@ -208,14 +233,16 @@ def run(args: argparse.Namespace) -> int:
     items = read_manifest(args)
     if not items:
         raise ValueError("no file of the manifest is of that kind and language")
-    summary, texts = {}, {}
-    for name, system in build_systems(args).items():
-        if args.warm_up:
-            evaluate(system, items[0], args.manifest.parent)
-        rows = [evaluate(system, item, args.manifest.parent) for item in tqdm(items, desc=name)]
-        print_table(name, rows)
-        summary[name] = summarise(rows)
-        texts[name] = {row.audio: row.text for row in rows}
+    summary, texts, folder = {}, {}, args.manifest.parent
+    with tempfile.TemporaryDirectory() as delayed:
+        items = delay(items, folder, args.delays_ms, Path(delayed))
+        for name, system in build_systems(args).items():
+            if args.warm_up:
+                evaluate(system, items[0], folder)
+            rows = [evaluate(system, item, folder) for item in tqdm(items, desc=name)]
+            print_table(name, rows)
+            summary[name] = summarise(rows)
+            texts[name] = {row.audio: row.text for row in rows}
     for name, figures in summary.items():
         print(f"{name}: {figures}", file=sys.stderr)
     if args.texts:

@@ -56,6 +56,16 @@ def test_last_line_is_json_with_the_figures(manifest, tiny_en, capsys):
     assert figures["windows_per_30s"] == pytest.approx(30 / 11.795, abs=0.01)
 
 
+def test_delays_read_each_file_again(manifest, tiny_en, capsys, tmp_path):
+    args = ["--manifest", str(manifest), "--language", "en", "--model", "tiny.en"]
+    texts = tmp_path / "texts.json"
+    assert evaluation.main([*args, "--delays_ms", "0", "40", "2000", "--texts", str(texts)]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["systems"]["whisper-fast"]
+    assert figures["files"] == 3 and 0 < figures["wer"] < 25
+    names = [path.rpartition("/")[2] for path in json.loads(texts.read_text())["whisper-fast"]]
+    assert names == ["short.wav", "short+40ms.wav", "short+2000ms.wav"]
+
+
 def test_nothing_to_do_is_an_error(manifest, capsys):
     assert evaluation.main(["--manifest", str(manifest), "--language", "fr"]) == 1
     assert "no file of the manifest" in capsys.readouterr().err
