@@ -104,7 +104,7 @@ def alignment_attention(
         if cross_attn.q_cache is None:
             continue
         q = cross_attn.q_cache[row, :, first_pos : first_pos + n_rows].float()  # [h, n_rows, D]
-        k = cross_attn.kv_cache.keys(slice(row, row + 1))[0, cross_attn.alignment_index]
+        k = cross_attn.kv_cache.keys(slice(row, row + 1), cross_attn.alignment_index)[0]
         scores = q @ k[:, :n_positions].float().transpose(1, 2) * q.shape[-1] ** -0.5
         weights.append(scores.softmax(dim=-1))  # [h, n_rows, n_positions]
     weights = torch.cat(weights)  # [n_heads, n_rows, n_positions]

@@ -122,9 +122,9 @@ class KVCache(nn.Module):
         write_at(k_cache, input_pos, k)
         write_at(v_cache, input_pos, v)
 
-    def keys(self, rows: slice) -> Tensor:
-        """The stored keys [B, H, n_ctx, D]."""
-        return self.k_cache[rows]
+    def keys(self, rows: slice, heads: Tensor | slice = slice(None)) -> Tensor:
+        """The stored keys of all heads, or of those with some indices: [B, H, n_ctx, D]."""
+        return self.k_cache[rows][:, heads]
 
     def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of q [B, H, S, D] over the stored context -> [B, H, S, D].

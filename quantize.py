@@ -442,8 +442,8 @@ class Int8KVCache(StepCache):
                 write_at(cache, input_pos, q)
                 write_at(scales, input_pos, q_scales)
 
-    def keys(self, rows: slice) -> Tensor:
-        return self.k_cache[rows] * self.k_scales[rows][..., None]
+    def keys(self, rows: slice, heads: Tensor | slice = slice(None)) -> Tensor:
+        return self.k_cache[rows][:, heads] * self.k_scales[rows][:, heads, :, None]
 
     def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
         k, k_scales = self.k_cache[rows], self.k_scales[rows]

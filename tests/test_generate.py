@@ -379,3 +379,19 @@ def test_unknown_precision_and_missing_checkpoint(tmp_path):
         load_model("tiny.en", precision="float16")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_model(tmp_path / "nowhere")
+
+
+@torch.no_grad()
+def test_windows_encoded_together_equal_each_alone(tiny_en, samples):
+    """As on a GPU, where a batch of windows keeps it busy; here in float32 on a CPU."""
+    model, _ = tiny_en
+    waveform = load_audio(samples / "long.flac")
+    chunks = plan_chunks(waveform, frame_energy_db(waveform))
+    stats = Stats()
+    alone = list(encode_chunks(model, waveform, chunks, stats))
+    together = list(encode_chunks(model, waveform, chunks, stats, n_at_once=2))
+    assert len(chunks) % 2 and stats.n_windows == 2 * len(chunks)  # the last batch is a part
+    for a, b in zip(alone, together, strict=True):
+        assert a.chunk == b.chunk
+        # sums in another order: matrix products choose their blocks by the size of the batch
+        assert torch.allclose(a.audio_features, b.audio_features, atol=1e-3)
