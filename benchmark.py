@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = random_model(args) if args.random else load_from_args(args)
     out = {
         "torch": torch.__version__, "device": str(model.device), "dtype": str(model.dtype),
-        "threads": torch.get_num_threads(), "compile": args.compile,
+        "threads": torch.get_num_threads(), "compile": bool(args.compile),
     }  # fmt: skip
     waveform = load_audio(args.audio) if args.audio else torch.zeros(SAMPLE_RATE)
     if args.audio:  # first, as the ceilings take memory of their own

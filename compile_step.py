@@ -3,7 +3,7 @@
 On a CPU the step is exported and compiled ahead of time into a package without weights. Later runs
 load it in milliseconds, bind it to the tensors of their model, and never import the compiler, which
 would take them seconds and 0.2 GB. It serves every model of the same shapes, types and code.
-On other devices `torch.compile` does it, with CUDA graphs, in every process.
+On other devices `torch.compile` does it in every process, with CUDA graphs on CUDA.
 
 Leaves what a step is to `decode.py`, and when to compile to `long_audio.py`.
 Source: torch's AOTInductor.
@@ -36,101 +36,134 @@ def compile_decode_step(device: torch.device) -> DecodeStep:
 
 
 def warm_up(model: Whisper, decode_step: DecodeStep, top_k: int | None) -> None:
-    """Have a compiled step compile itself, on idle rows, before anything is timed; once."""
+    """Have a compiled step compile or load itself before anything is timed; once."""
     state = model.decode_state
-    if state.warm != (decode_step, top_k):
+    if isinstance(decode_step, AheadOfTimeStep):
+        decode_step.bind(model, state, top_k)
+    elif state.warm != (decode_step, top_k):
         for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
             decode_step(model, state, top_k)
         state.warm = (decode_step, top_k)
 
 
-class _Step(nn.Module):
-    """A step that is given the tensors of a model and its state, which it reads and writes.
-
-    As inputs they are nothing that the compiler knows values of: any weights fit its package.
-    """
-
-    def __init__(self, model: Whisper, state: DecodeState, top_k: int | None):
-        super().__init__()
-        self.decoder, self.state, self.top_k = model.decoder, state, top_k
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self.named_parameters()) | dict(self.named_buffers())
-
-    def forward(self) -> None:
-        decode_one_token(self, self.state, self.top_k)
-
-
-class _Stateless(nn.Module):
-    def __init__(self, step: _Step):
-        super().__init__()
-        self.call = lambda tensors: torch.func.functional_call(step, tensors, ())
-        self.names = list(step.tensors())
-
-    def forward(self, tensors: list[torch.Tensor]) -> None:
-        self.call(dict(zip(self.names, tensors, strict=True)))
-
-
 class AheadOfTimeStep:
     """A DecodeStep that runs a package, which is made where it is not on disk yet.
 
-    Where it cannot be made (no C++ compiler, say), one warning is given and the eager step runs.
+    It is bound to the tensors that a model and a state have when they are first given; weights may
+    then be changed in place only. Where no package can be made (no C++ compiler, say), one warning
+    is given and the eager step runs.
     """
 
     def __init__(self):
         self.bound: tuple[DecodeState, int | None] | None = None  # what `tensors` belong to
         self.tensors: list[torch.Tensor] = []
         self.package: torch._C._aoti.AOTIModelPackageLoader | None = None
+        self.has_failed = False
 
     def __call__(self, model: Whisper, state: DecodeState, top_k: int | None = None) -> None:
-        if self.bound is None or self.bound[0] is not state or self.bound[1] != top_k:
-            self._bind(model, state, top_k)
+        self.bind(model, state, top_k)
         if self.package is None:
             decode_one_token(model, state, top_k)
         else:
             self.package.run(self.tensors)
 
-    def _bind(self, model: Whisper, state: DecodeState, top_k: int | None) -> None:
-        step = _Step(model, state, top_k)
-        self.bound, self.tensors = (state, top_k), list(step.tensors().values())
-        self.package = None
-        path = package_path(step)
+    def bind(self, model: Whisper, state: DecodeState, top_k: int | None) -> None:
+        """Load the package for this model and state, if another is loaded."""
+        if self.bound is not None and self.bound[0] is state and self.bound[1] == top_k:
+            return
+        step = Step(model, state, top_k)
+        self.bound, self.tensors, self.package = (state, top_k), list(step.tensors().values()), None
+        if self.has_failed:
+            return
         try:
-            if not path.exists():
-                _compile(step, path)
-            # What torch._inductor.aoti_load_package wraps, without importing the compiler.
-            self.package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        except (RuntimeError, OSError, ImportError) as error:
-            path.unlink(missing_ok=True)  # a broken one would fail for ever
+            self.package = load_package(step)
+        except Exception as error:  # noqa: BLE001 torch raises many kinds, and eager always works
+            self.has_failed = True
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             print(f"warning: decoding runs without --compile: {reason}", file=sys.stderr)
 
 
-def package_path(step: nn.Module) -> Path:
+# ---- packages --------------------------------------------------------------------------------
+
+
+class Step(nn.Module):
+    """`decode_one_token` of one model and state, without inputs and outputs."""
+
+    def __init__(self, model: Whisper, state: DecodeState, top_k: int | None):
+        super().__init__()
+        self.decoder, self.state, self.top_k = model.decoder, state, top_k
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a step reads and writes."""
+        return dict(self.named_parameters()) | dict(self.named_buffers())
+
+    def forward(self) -> None:
+        decode_one_token(self, self.state, self.top_k)
+
+
+class _StepOfTensors(nn.Module):
+    """The same with the tensors as inputs: the compiler must not take their values for constants.
+
+    In a closure the step is no submodule, whose tensors would be constants again.
+    """
+
+    def __init__(self, step: Step):
+        super().__init__()
+        names = list(step.tensors())
+        self.run = lambda tensors: torch.func.functional_call(
+            step, dict(zip(names, tensors, strict=True)), ()
+        )
+
+    def forward(self, tensors: list[torch.Tensor]) -> None:
+        self.run(tensors)
+
+
+def load_package(step: Step) -> torch._C._aoti.AOTIModelPackageLoader:
+    """The compiled step, made where it is not on disk or cannot be loaded; `run` it on tensors."""
+    path = package_path(step)
+    if path.exists():
+        try:
+            return _load(path)
+        except RuntimeError:
+            pass  # half a file, say: it is made anew
+    _compile(step, path)
+    return _load(path)
+
+
+def _load(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+    """What torch._inductor.aoti_load_package wraps, without importing the compiler."""
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+
+
+def package_path(step: Step) -> Path:
     """Where the package of a step lies: named after everything that its code depends on."""
     parts = [torch.__version__, torch.get_num_threads(), processor_id()]
     for name, module in step.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, torch.dtype))}
         parts += [name, type(module).__name__, plain]
-    parts += [
-        (name, tensor.shape, tensor.dtype, tensor.stride())
-        for name, tensor in step.tensors().items()
-    ]
+    parts += [(name, t.shape, t.dtype, t.stride()) for name, t in step.tensors().items()]
     files = {inspect.getfile(type(module)) for module in step.modules()} | {__file__}
-    files |= {str(Path(__file__).with_name(source)) for source in SOURCES}
+    files |= {str(Path(__file__).with_name(name)) for name in ("cpu_kernels.py", *SOURCES)}
     parts += [Path(file).read_bytes() for file in sorted(files)]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "whisper_fast" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
 
 
-def _compile(step: nn.Module, path: Path) -> None:
+def _compile(step: Step, path: Path) -> None:
     """Export a step, compile it for this CPU, and write the package to `path`, whole or not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     import torch._inductor  # late: half a second and 0.2 GB
+    from torch._inductor.utils import fresh_cache
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
+        exported = torch.export.export(_StepOfTensors(step), (list(step.tensors().values()),))
         package = f"{folder}/{path.name}"
-        exported = torch.export.export(_Stateless(step), (list(step.tensors().values()),))
-        torch._inductor.aoti_compile_and_package(exported, package_path=package)
+        with fresh_cache(dir=folder):  # or another process may build in the same folder
+            torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=package,
+                # 150 MB a piece, of use only to somebody who compiles often
+                inductor_configs={"aot_inductor.precompile_headers": False},
+            )
         os.replace(package, path)

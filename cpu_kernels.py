@@ -7,6 +7,7 @@ they cannot be compiled, the same arithmetic runs as plain torch.
 
 import functools
 import os
+import platform
 import re
 import sys
 import time
@@ -49,10 +50,14 @@ def load_kernels() -> bool:
 
 
 def processor_id() -> str:
-    """Names the instructions that this processor has, as code made for it may use them all."""
-    cpuinfo = Path("/proc/cpuinfo")  # absent: not Linux
-    flags = re.search("^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    return f"{zlib.crc32(flags[0].encode()) if flags else 0:08x}"
+    """Names the instructions that this processor has, as code made for it may use them all.
+
+    Only its family where the system does not list them (not Linux).
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    flags = re.search(r"^(flags|Features)\b.*", text, re.M)  # on x86, on ARM
+    return f"{zlib.crc32((flags[0] if flags else platform.machine()).encode()):08x}"
 
 
 def _build_folder() -> Path:

@@ -196,11 +196,12 @@ def refill_noise(state: DecodeState, generators: dict[int, torch.Generator]) -> 
 
 def setup_decoding(
     model: Whisper, tokenizer: Tokenizer, n_rows: int, timestamps: bool = False
-) -> bool:
-    """Make caches and decoding state for `n_rows` windows; False if the model has them already."""
+) -> None:
+    """Make caches and decoding state for `n_rows` windows, unless the model has them already."""
     state = model.decode_state
-    if state is not None and model.n_rows == n_rows and state.timestamps == timestamps:
-        return False
+    if state is not None and state.timestamps == timestamps:
+        if len(state.tokens) == model.n_rows == n_rows:
+            return
     model.setup_caches(n_rows)
     allowed = {tokenizer.eot}
     if timestamps:
@@ -210,7 +211,6 @@ def setup_decoding(
     suppress |= set(tokenizer.special_ids) - allowed
     state = DecodeState(n_rows, model.args.n_text_ctx, tokenizer, suppress, timestamps)
     model.decode_state = state.to(model.device)
-    return True
 
 
 # ---- windows ---------------------------------------------------------------------------------

@@ -120,10 +120,10 @@ def build_systems(args: argparse.Namespace) -> dict[str, System]:
 # ---- scores ----------------------------------------------------------------------------------
 
 
-def evaluate(system: System, item: dict, folder: Path) -> Row:
+def evaluate(system: System, item: dict) -> Row:
     """Run one system on one file and compare."""
     start = time.perf_counter()
-    text, n_windows, n_retries = system(folder / item["audio"], item["language"])
+    text, n_windows, n_retries = system(item["path"], item["language"])
     seconds = time.perf_counter() - start
     reference = normalise(item.get("text") or "", item["language"])
     hypothesis = normalise(text, item["language"])
@@ -186,21 +186,23 @@ def read_manifest(args: argparse.Namespace) -> list[dict]:
     return items
 
 
-def delay(items: list[dict], folder: Path, delays_ms: list[int], to: Path) -> list[dict]:
-    """Each item once for each silence before it, ms; copies with silence are written into `to`."""
+def add_paths(items: list[dict], folder: Path, delays_ms: list[int], to: Path) -> list[dict]:
+    """Each item once for each silence before it, ms, with the `path` of its audio.
+
+    Copies with silence are written into `to`.
+    """
     out = []
     for item in items:
         for ms in delays_ms:
-            if ms == 0:
-                out.append(item)
-                continue
-            waveform = load_audio(folder / item["audio"]).clamp(-1, 1)
-            samples = torch.cat((torch.zeros(ms * SAMPLE_RATE // 1000), waveform * 32767))
-            path = to / f"{Path(item['audio']).stem}+{ms}ms.wav"
-            with wave.open(str(path), "wb") as file:
-                file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-                file.writeframes(samples.round().short().numpy().tobytes())
-            out.append({**item, "audio": str(path)})
+            path, name = folder / item["audio"], item["audio"]
+            if ms:
+                waveform = load_audio(path).clamp(-1, 1)
+                samples = torch.cat((torch.zeros(ms * SAMPLE_RATE // 1000), waveform * 32767))
+                path, name = to / f"{len(out)}.wav", f"{name}+{ms}ms"
+                with wave.open(str(path), "wb") as file:
+                    file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+                    file.writeframes(samples.round().short().numpy().tobytes())
+            out.append({**item, "path": path, "audio": name})
     return out
 
 
@@ -217,7 +219,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--warm_up", action="store_true", help="run the first file once before timing")
     add_rival_options(parser)
     add("--texts", type=Path, help="write every transcript to this JSON file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.delays_ms) < 0:
+        parser.error(f"--delays_ms {args.delays_ms}: allowed: 0 and above")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,13 +238,13 @@ def run(args: argparse.Namespace) -> int:
     items = read_manifest(args)
     if not items:
         raise ValueError("no file of the manifest is of that kind and language")
-    summary, texts, folder = {}, {}, args.manifest.parent
+    summary, texts = {}, {}
     with tempfile.TemporaryDirectory() as delayed:
-        items = delay(items, folder, args.delays_ms, Path(delayed))
+        items = add_paths(items, args.manifest.parent, args.delays_ms, Path(delayed))
         for name, system in build_systems(args).items():
             if args.warm_up:
-                evaluate(system, items[0], folder)
-            rows = [evaluate(system, item, folder) for item in tqdm(items, desc=name)]
+                evaluate(system, items[0])
+            rows = [evaluate(system, item) for item in tqdm(items, desc=name)]
             print_table(name, rows)
             summary[name] = summarise(rows)
             texts[name] = {row.audio: row.text for row in rows}

@@ -150,7 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--compile",
         action=flag,
-        help="compile the decode step; default: from an hour on",
+        help="the decode step; default: on a CPU, from an hour on",
     )
     add("--device", default=default_device(), help="cpu, cuda, cuda:1, mps")
     add("--precision", choices=PRECISIONS, help="default: fp32 on a CPU, fp16 elsewhere")

@@ -39,7 +39,7 @@ from tokenizer import Tokenizer, language_code
 # cost six decodings of what is mostly noise.
 FALLBACK = (0.4, 0.8)
 
-COMPILE_FROM_S = 3600  # s of audio from which compiling pays, even where it was never done before
+COMPILE_FROM_S = 3600  # s of audio from which a CPU compiles by itself: it pays with the second
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def transcribe(
     """Transcribe a file, or a mono 16 kHz waveform [n_samples], of any length.
 
     `decode_step` is `decode_one_token` or what `compile_decode_step` makes of it; None takes the
-    latter for an hour of audio and more.
+    latter for an hour of audio and more on a CPU, where the compiled step stays on disk.
     Raises: FileNotFoundError, IsADirectoryError, AudioError for a file that cannot be read;
     ValueError for a waveform of another shape, or a language that the model does not know.
     """
@@ -120,7 +120,7 @@ def transcribe(
         raise ValueError(f"the waveform has shape {list(waveform.shape)}; allowed: [n_samples]")
     stats.audio_s = len(waveform) / SAMPLE_RATE
     if decode_step is None:
-        is_long = stats.audio_s >= COMPILE_FROM_S
+        is_long = model.device.type == "cpu" and stats.audio_s >= COMPILE_FROM_S
         decode_step = compile_decode_step(model.device) if is_long else decode_one_token
     job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
     with tqdm(unit="s", disable=not show_progress, leave=False) as progress:

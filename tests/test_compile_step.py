@@ -102,6 +102,7 @@ def test_a_later_process_does_not_import_the_compiler(tiny_en, samples):
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [expected, "[]"]
+    assert "warning" not in done.stderr
 
 
 def small_int8() -> torch.nn.Module:
@@ -141,7 +142,7 @@ def test_packages_differ_where_their_code_does(tiny_en, monkeypatch):
     def path(n_rows=2, timestamps=False, top_k=None, model=None):
         model = model or random_model()
         setup_decoding(model, tiny_en[1], n_rows, timestamps)
-        return package_path(compile_step._Step(model, model.decode_state, top_k))
+        return package_path(compile_step.Step(model, model.decode_state, top_k))
 
     first = path()
     assert path() == first
@@ -149,24 +150,43 @@ def test_packages_differ_where_their_code_does(tiny_en, monkeypatch):
     heads.set_alignment_heads([(1, 0)])
     others = [path(3), path(timestamps=True), path(top_k=5), path(model=heads)]
     others.append(path(model=small_int8()))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    others.append(path())
-    assert len({first, *others}) == 7
+    code = [(torch, "get_num_threads", lambda: 64), (torch, "__version__", "2.99")]
+    code += [(compile_step, "processor_id", lambda: "other"), (compile_step, "SOURCES", ())]
+    for owner, name, value in code:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            others.append(path())
+    assert len({first, *others}) == 10
+    assert path() == first
 
 
 def test_a_broken_package_is_made_anew(tiny_en, cache_home, capsys):
     model, tokenizer = random_model(), tiny_en[1]
     setup_decoding(model, tokenizer, 2)
-    path = package_path(compile_step._Step(model, model.decode_state, None))
+    path = package_path(compile_step.Step(model, model.decode_state, None))
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"not a package")
-    compile_decode_step(model.device)(model, model.decode_state, None)
-    assert capsys.readouterr().err.count("without --compile") == 1
-    assert not path.exists()
-    again = compile_decode_step(model.device)
-    again(model, model.decode_state, None)
-    assert again.package is not None
-    assert path.exists()
+    step = compile_decode_step(model.device)
+    step(model, model.decode_state, None)
+    assert step.package is not None
+    assert capsys.readouterr().err == ""
+    assert path.stat().st_size > 100_000
+    assert [path] == [p for p in path.parent.iterdir() if p.name.startswith(("tmp", path.name))]
+
+
+def test_without_a_cache_folder_one_warning_is_given(tiny_en, tmp_path, monkeypatch, capsys):
+    """A home that cannot be written, say: the tokens come all the same."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    model, tokenizer = random_model(), tiny_en[1]
+    step = compile_decode_step(model.device)
+    for n_rows in (2, 3):
+        setup_decoding(model, tokenizer, n_rows)
+        model.decoder.start_window(torch.randn(n_rows, 1500, model.args.dim))
+        model.decode_state.start_row(0, torch.tensor([tokenizer.sot]), 448, 0.0)
+        step(model, model.decode_state, None)
+        assert model.decode_state.input_pos[0] == 1
+    assert capsys.readouterr().err.count("warning: decoding runs without --compile") == 1
 
 
 def test_without_a_compiler_the_text_is_there_all_the_same(tiny_en, tmp_path, samples):
@@ -180,6 +200,15 @@ def test_without_a_compiler_the_text_is_there_all_the_same(tiny_en, tmp_path, sa
     assert done.stderr.count("warning: decoding runs without --compile") == 1
     expected = transcribe(*tiny_en, samples / "short.wav", GenerateOptions(language="en"))
     assert done.stdout.strip() == expected.text
+
+
+def test_state_and_caches_have_the_same_rows(tiny_en):
+    """Caches may be made anew between, as benchmark.py does for one window."""
+    model, tokenizer = random_model(), tiny_en[1]
+    setup_decoding(model, tokenizer, 8)
+    model.setup_caches(1)
+    setup_decoding(model, tokenizer, 1)
+    assert len(model.decode_state.tokens) == model.n_rows == 1
 
 
 def test_an_hour_is_compiled_by_default(tiny_en, monkeypatch):

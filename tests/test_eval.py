@@ -62,8 +62,10 @@ def test_delays_read_each_file_again(manifest, tiny_en, capsys, tmp_path):
     assert evaluation.main([*args, "--delays_ms", "0", "40", "2000", "--texts", str(texts)]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["systems"]["whisper-fast"]
     assert figures["files"] == 3 and 0 < figures["wer"] < 25
-    names = [path.rpartition("/")[2] for path in json.loads(texts.read_text())["whisper-fast"]]
-    assert names == ["short.wav", "short+40ms.wav", "short+2000ms.wav"]
+    names = [name.rpartition("/")[2] for name in json.loads(texts.read_text())["whisper-fast"]]
+    assert names == ["short.wav", "short.wav+40ms", "short.wav+2000ms"]
+    with pytest.raises(SystemExit):
+        evaluation.main([*args, "--delays_ms", "-5"])
 
 
 def test_nothing_to_do_is_an_error(manifest, capsys):
