@@ -211,12 +211,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _transcribe_files(
-    model: Whisper,
-    tokenizer: Tokenizer,
-    paths: list[Path],
-    options: GenerateOptions,
+    model: Whisper, tokenizer: Tokenizer, paths: list[Path], options: GenerateOptions,
     decode_step: DecodeStep | None,
-) -> int:
+) -> int:  # fmt: skip
     """Print each file's text; a file that cannot be read is named and the rest are done."""
     n_failed = 0
     for path in paths:

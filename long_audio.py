@@ -191,14 +191,8 @@ class LongAudio:
 
     def _judge(self, result: WindowResult) -> Verdict:
         voiced = voiced_s(self.is_voiced, result.chunk)
-        return judge(
-            result.text,
-            len(result.words),
-            result.avg_logprob,
-            result.no_speech_prob,
-            result.is_complete,
-            voiced,
-        )
+        sure = (result.avg_logprob, result.no_speech_prob)
+        return judge(result.text, len(result.words), *sure, result.is_complete, voiced)
 
     def _worth(self, result: WindowResult) -> tuple[bool, float]:
         """Order of attempts at one window: those to be believed first, then the likelier."""

@@ -145,7 +145,6 @@ class Tokenizer:
         self.sot = self._id_of("<|startoftranscript|>")
         self.translate = self._id_of("<|translate|>")
         self.transcribe = self._id_of("<|transcribe|>")
-        self.sot_lm = self._id_of("<|startoflm|>")
         self.sot_prev = self._id_of("<|startofprev|>")
         self.no_speech = self._id_of(_NO_SPEECH, _HF_NO_SPEECH)
         self.no_timestamps = self._id_of(_NO_TIMESTAMPS)
@@ -197,41 +196,12 @@ class Tokenizer:
         text_bytes = b"".join(self._token_bytes(token) for token in tokens)
         return text_bytes.decode("utf-8", errors="replace")
 
-    def decode_with_timestamps(self, tokens: Iterable[int]) -> str:
-        """Return text as `decode` does, with timestamps spelled out in place: `<|1.08|>`.
-
-        Raises: ValueError for an id outside `0 <= id < n_vocab`.
-        """
-        text_bytes = b"".join(
-            self._processor.id_to_piece(token).encode()
-            if self.is_timestamp(token)
-            else self._token_bytes(token)
-            for token in tokens
-        )
-        return text_bytes.decode("utf-8", errors="replace")
-
     def _token_bytes(self, token: int) -> bytes:
         if not 0 <= token < self.n_vocab:
             raise ValueError(f"token id {token} is outside 0 <= id < {self.n_vocab}")
         if token >= self.eot or self._processor.is_unused(token):
             return b""
         return _to_bytes(self._processor.id_to_piece(token))
-
-    def is_timestamp(self, token: int) -> bool:
-        """Tell whether an id is one of the timestamps."""
-        return self.timestamp_begin <= token <= self.timestamp_end
-
-    def timestamp_to_seconds(self, token: int) -> float:
-        """Return the time, within its window, that a timestamp id stands for.
-
-        Raises: ValueError for an id that is no timestamp.
-        """
-        if not self.is_timestamp(token):
-            raise ValueError(
-                f"token id {token} is no timestamp; "
-                f"these are {self.timestamp_begin} to {self.timestamp_end}"
-            )
-        return (token - self.timestamp_begin) / TIMESTAMPS_PER_SECOND
 
     def sot_sequence(
         self, language: str | None, task: Literal["transcribe", "translate"], timestamps: bool
