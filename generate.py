@@ -147,11 +147,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="base", help=f"one of {', '.join(MODEL_SIZES)}, or a hub id")
     add("--checkpoint_path", type=Path, help="a converted model.safetensors, instead of --model")
-    add(
-        "--compile",
-        action=flag,
-        help="the decode step; default: on a CPU, from an hour on",
-    )
+    add("--compile", action=flag, help="compile the step (default: on a CPU, from an hour on)")
     add("--device", default=default_device(), help="cpu, cuda, cuda:1, mps")
     add("--precision", choices=PRECISIONS, help="default: fp32 on a CPU, fp16 elsewhere")
     add("--cache_dtype", choices=CACHE_DTYPES, help="of keys and values; default: see load_model")
