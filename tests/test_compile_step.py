@@ -1,6 +1,7 @@
 """Steps compiled ahead of time: the eager results, for any weights, kept on disk."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -21,6 +22,9 @@ from quantize import (
     quantize_state_dict,
     swap_modules,
 )
+
+HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
+pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module", autouse=True)
