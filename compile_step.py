@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from cpu_kernels import SOURCES, processor_id
 from decode import DecodeState, DecodeStep, decode_one_token
@@ -80,7 +81,7 @@ class AheadOfTimeStep:
         except Exception as error:  # noqa: BLE001 torch raises many kinds, and eager always works
             self.has_failed = True
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"warning: decoding runs without --compile: {reason}", file=sys.stderr)
+            _say(f"warning: decoding runs without --compile: {reason}")
 
 
 # ---- packages --------------------------------------------------------------------------------
@@ -126,8 +127,13 @@ def load_package(step: Step) -> torch._C._aoti.AOTIModelPackageLoader:
             return _load(path)
         except RuntimeError:
             pass  # half a file, say: it is made anew
+    _say("compiling the decode step for this batch size, once; it takes about half a minute")
     _compile(step, path)
     return _load(path)
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)  # not into the middle of a progress bar
 
 
 def _load(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
