@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from cpu_kernels import SOURCES, processor_id
+from cpu_kernels import SOURCES, first_line, processor_id
 from decode import DecodeState, DecodeStep, decode_one_token
 from model import Whisper
 
@@ -70,7 +70,7 @@ class AheadOfTimeStep:
 
     def bind(self, model: Whisper, state: DecodeState, top_k: int | None) -> None:
         """Load the package for this model and state, if another is loaded."""
-        if self.bound is not None and self.bound[0] is state and self.bound[1] == top_k:
+        if self.bound == (state, top_k):
             return
         step = Step(model, state, top_k)
         self.bound, self.tensors, self.package = (state, top_k), list(step.tensors().values()), None
@@ -80,8 +80,7 @@ class AheadOfTimeStep:
             self.package = load_package(step)
         except Exception as error:  # noqa: BLE001 torch raises many kinds, and eager always works
             self.has_failed = True
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            _say(f"warning: decoding runs without --compile: {reason}")
+            _say(f"warning: decoding runs without --compile: {first_line(error)}")
 
 
 # ---- packages --------------------------------------------------------------------------------

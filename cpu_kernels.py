@@ -41,12 +41,16 @@ def load_kernels() -> bool:
             is_python_module=False,
         )
     except (OSError, RuntimeError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
-        print(f"warning: cannot compile {SOURCES} ({reason}): {remedy}", file=sys.stderr)
+        print(f"warning: cannot compile {SOURCES} ({first_line(error)}): {remedy}", file=sys.stderr)
         return False
     _describe_results()
     return True
+
+
+def first_line(error: Exception) -> str:
+    """What a compiler's long error says first, or its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def processor_id() -> str:

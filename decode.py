@@ -199,9 +199,8 @@ def setup_decoding(
 ) -> None:
     """Make caches and decoding state for `n_rows` windows, unless the model has them already."""
     state = model.decode_state
-    if state is not None and state.timestamps == timestamps:
-        if len(state.tokens) == model.n_rows == n_rows:
-            return
+    if state is not None and model.n_rows == n_rows and state.timestamps == timestamps:
+        return
     model.setup_caches(n_rows)
     allowed = {tokenizer.eot}
     if timestamps:

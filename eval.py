@@ -21,12 +21,12 @@ import json
 import sys
 import tempfile
 import time
-import wave
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import jiwer
+import soundfile
 import torch
 from tqdm import tqdm
 from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
@@ -199,9 +199,7 @@ def add_paths(items: list[dict], folder: Path, delays_ms: list[int], to: Path) -
                 waveform = load_audio(path).clamp(-1, 1)
                 samples = torch.cat((torch.zeros(ms * SAMPLE_RATE // 1000), waveform * 32767))
                 path, name = to / f"{len(out)}.wav", f"{name}+{ms}ms"
-                with wave.open(str(path), "wb") as file:
-                    file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-                    file.writeframes(samples.round().short().numpy().tobytes())
+                soundfile.write(path, samples.round().short().numpy(), SAMPLE_RATE)
             out.append({**item, "path": path, "audio": name})
     return out
 

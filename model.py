@@ -331,7 +331,7 @@ class Whisper(nn.Module):
                     shape = (n_rows, len(heads), args.n_text_ctx, args.head_dim)
                     layer.cross_attn.alignment_index = torch.tensor(heads)
                     layer.cross_attn.q_cache = torch.zeros(shape, dtype=self.dtype)
-        self.n_rows = n_rows
+        self.n_rows, self.decode_state = n_rows, None  # a state has as many rows as the caches
 
     def set_alignment_heads(self, heads: Iterable[tuple[int, int]]) -> None:
         """Keep the queries of these (layer, head) of the decoder's cross-attention."""

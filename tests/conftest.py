@@ -19,6 +19,7 @@ from decode import (
 )
 from generate import load_model
 from model import ModelArgs, Whisper
+from quantize import QuantizeOptions, prepare_for_device, quantize_state_dict, swap_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT.parent / "shared" / "corpus"
@@ -63,6 +64,8 @@ def base():
 
 TINY_ARGS = ModelArgs(n_mels=80, n_vocab=51864, dim=64, n_head=2, n_audio_layer=1, n_text_layer=2)
 
+SMALL = ModelArgs(n_mels=80, n_vocab=1003, dim=64, n_head=2, n_audio_layer=1, n_text_layer=2)
+
 
 def random_model(args: ModelArgs = TINY_ARGS, seed: int = 0) -> Whisper:
     """A network of random weights, large enough in spread for its logits to differ."""
@@ -72,6 +75,27 @@ def random_model(args: ModelArgs = TINY_ARGS, seed: int = 0) -> Whisper:
         if parameter.dim() > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model
+
+
+def rebuilt(args: ModelArgs, state_dict: dict, settings: dict, packed: bool = True) -> Whisper:
+    """A model as generate.py builds it from a file."""
+    with torch.device("meta"):
+        model = Whisper(args)
+    assert swap_modules(model, settings) == len(settings["modules"])
+    model.load_state_dict(state_dict, strict=True, assign=True)
+    model = model.float().eval().requires_grad_(False)
+    if packed:
+        prepare_for_device(model)
+    return model
+
+
+def quantized(options: QuantizeOptions, args: ModelArgs = SMALL, packed: bool = True):
+    model = random_model(args)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    state_dict, settings, _ = quantize_state_dict(model.state_dict(), args, options)
+    return model, rebuilt(args, state_dict, settings, packed)
 
 
 def decode_chunks(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, decode_chunks, random_model
+from conftest import ROOT, TINY_ARGS, decode_chunks, quantized, random_model
 
 import compile_step
 import long_audio
@@ -15,13 +15,7 @@ from chunk_audio import Chunk, load_audio
 from compile_step import AheadOfTimeStep, compile_decode_step, package_path
 from decode import decode_one_token, setup_decoding
 from generate import GenerateOptions, transcribe
-from quantize import (
-    QuantizeOptions,
-    make_cache,
-    prepare_for_device,
-    quantize_state_dict,
-    swap_modules,
-)
+from quantize import QuantizeOptions, make_cache
 
 SAYS = "compiling the decode step for this batch size, once; it takes about half a minute"
 HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -111,14 +105,7 @@ def test_a_later_process_does_not_import_the_compiler(tiny_en, samples):
 
 
 def small_int8() -> torch.nn.Module:
-    model = random_model()
-    state_dict, settings, _ = quantize_state_dict(
-        model.state_dict(), model.args, QuantizeOptions("int8")
-    )
-    swap_modules(model, settings)
-    model.load_state_dict(state_dict, assign=True)
-    model.float().requires_grad_(False)
-    prepare_for_device(model)
+    _, model = quantized(QuantizeOptions("int8"), TINY_ARGS)
     model.make_cache, model.cache_dtype = make_cache, torch.int8
     return model
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_model
+from conftest import SMALL, quantized, random_model, rebuilt
 from torch._dynamo.testing import CompileCounter
 
 import quantize
@@ -25,7 +25,6 @@ from quantize import (
     QuantizeOptions,
     StepCache,
     make_cache,
-    prepare_for_device,
     quantize_checkpoint,
     quantize_int4,
     quantize_int8,
@@ -38,7 +37,6 @@ MODES = [
     QuantizeOptions("int4", 32, "rtn"),
     QuantizeOptions("int4", 64, "hqq"),
 ]
-SMALL = ModelArgs(n_mels=80, n_vocab=1003, dim=64, n_head=2, n_audio_layer=1, n_text_layer=2)
 WIDTHS = ModelArgs(n_mels=80, n_vocab=501, dim=36, n_head=2, n_audio_layer=1, n_text_layer=1)
 
 
@@ -48,27 +46,6 @@ def no_kernels(monkeypatch):
 
 
 needs_kernels = pytest.mark.skipif(not load_kernels(), reason="no C++ compiler or no ninja")
-
-
-def rebuilt(args: ModelArgs, state_dict: dict, settings: dict, packed: bool = True) -> Whisper:
-    """A model as generate.py builds it from a file."""
-    with torch.device("meta"):
-        model = Whisper(args)
-    assert swap_modules(model, settings) == len(settings["modules"])
-    model.load_state_dict(state_dict, strict=True, assign=True)
-    model = model.float().eval().requires_grad_(False)
-    if packed:
-        prepare_for_device(model)
-    return model
-
-
-def quantized(options: QuantizeOptions, args: ModelArgs = SMALL, packed: bool = True):
-    model = random_model(args)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_()
-    state_dict, settings, _ = quantize_state_dict(model.state_dict(), args, options)
-    return model, rebuilt(args, state_dict, settings, packed)
 
 
 def use_caches(model: Whisper, n_rows: int, dtype: torch.dtype | None) -> None:

@@ -180,7 +180,7 @@ def test_character_split_over_tokens_decodes_whole(pair):
 
 
 def test_decode_drops_special_ids_and_timestamps(pair):
-    ours, theirs = pair
+    ours, _ = pair
     begin = ours.timestamp_begin
     tokens = [*ours.sot_sequence("en", "transcribe", True), begin, *ours.encode(" Hi"), begin + 54]
     assert ours.decode([*tokens, ours.eot]) == " Hi"
