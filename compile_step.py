@@ -3,7 +3,8 @@
 On a CPU the step is exported and compiled ahead of time into a package without weights. Later runs
 load it in milliseconds, bind it to the tensors of their model, and never import the compiler, which
 would take them seconds and 0.2 GB. It serves every model of the same shapes, types and code.
-On other devices `torch.compile` does it in every process, with CUDA graphs on CUDA.
+On other devices `torch.compile` does it in every process; on CUDA with CUDA graphs, and the blocks
+of the encoder as well.
 
 Leaves what a step is to `decode.py`, and when to compile to `long_audio.py`.
 Source: torch's AOTInductor.
@@ -22,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 
 from cpu_kernels import SOURCES, first_line, processor_id
-from decode import DecodeState, DecodeStep, decode_one_token
+from decode import GPU_WINDOWS, DecodeState, DecodeStep, decode_one_token
 from model import Whisper
 
 
@@ -41,10 +42,27 @@ def warm_up(model: Whisper, decode_step: DecodeStep, top_k: int | None) -> None:
     state = model.decode_state
     if isinstance(decode_step, AheadOfTimeStep):
         decode_step.bind(model, state, top_k)
-    elif state.warm != (decode_step, top_k):
+    elif decode_step is not decode_one_token and state.warm != (decode_step, top_k):
         for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
             decode_step(model, state, top_k)
         state.warm = (decode_step, top_k)
+        if model.device.type == "cuda":
+            compile_encoder(model)
+
+
+def compile_encoder(model: Whisper) -> None:
+    """Compile the encoder's blocks for the groups that `encode_chunks` makes on a GPU; once.
+
+    All blocks share one graph a group size, so that 32 of them compile as fast as one. On a CPU it
+    is not worth its time (NOTES.md).
+    """
+    if model.encoder.layers[0]._compiled_call_impl is not None:
+        return
+    for layer in model.encoder.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    n_ctx, dim = model.encoder.positions.shape
+    for n in (1 << i for i in range(GPU_WINDOWS.bit_length())):
+        model.encoder.layers[0](torch.zeros(n, n_ctx, dim, dtype=model.dtype, device=model.device))
 
 
 class AheadOfTimeStep:
@@ -148,7 +166,8 @@ def package_path(step: Step) -> Path:
         parts += [name, type(module).__name__, plain]
     parts += [(name, t.shape, t.dtype, t.stride()) for name, t in step.tensors().items()]
     files = {inspect.getfile(type(module)) for module in step.modules()} | {__file__}
-    files |= {str(Path(__file__).with_name(name)) for name in ("cpu_kernels.py", *SOURCES)}
+    folder = Path(__file__).parent
+    files |= {str(folder / name) for name in ("cpu_kernels.py", "quantize.py", *SOURCES)}
     parts += [Path(file).read_bytes() for file in sorted(files)]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "whisper_fast" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"

@@ -11,6 +11,7 @@ Which windows there are, and what becomes of their texts, is for `generate.py` t
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,20 +47,36 @@ class DecodeOptions:
 class Stats:
     """Where the time went, in seconds, and how much was done."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
     audio_s: float = 0.0
     n_windows: int = 0  # encoder runs
     n_retries: int = 0  # of them, and of rows decoded again: beyond the first pass
     n_tokens: int = 0  # sampled, of all rows, end of text included
     n_steps: int = 0  # calls of decode_one_token
+    # stages on a GPU, with the events of their start and end, until `settle` waits for them
+    pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @contextmanager
     def timed(self, stage: str, device: torch.device) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
+        """Time what is inside; on CUDA by the GPU's own clock, so that nobody waits for it."""
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            stream = torch.cuda.current_stream(device)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            yield
+            end.record(stream)
+            self.pending.append((stage, start, end))
+        else:
+            start_s = time.perf_counter()
+            yield
+            self.seconds[stage] += time.perf_counter() - start_s
+
+    def settle(self) -> None:
+        """Wait for the stages that a GPU is still at, and count them."""
+        for stage, start, end in self.pending:
+            end.synchronize()
+            self.seconds[stage] += start.elapsed_time(end) / 1e3
+        self.pending.clear()
 
 
 # ---- one step --------------------------------------------------------------------------------
@@ -244,19 +261,30 @@ def encode_chunks(
 ) -> Iterator[Window]:  # fmt: skip
     """Run the encoder over each chunk once, padded to 30 s, in order, when asked for it.
 
-    `n_at_once` chunks go through it together; by default one on a CPU, GPU_WINDOWS elsewhere.
+    Up to `n_at_once` chunks go through it together, by default one on a CPU and GPU_WINDOWS
+    elsewhere, in groups of a power of two: a compiled encoder then has few shapes.
     """
     chunks = iter(chunks)
     n_at_once = n_at_once or (1 if model.device.type == "cpu" else GPU_WINDOWS)
     while batch := list(itertools.islice(chunks, n_at_once)):
-        with stats.timed("mel", model.device):
-            parts = [pad_or_trim(waveform[chunk.start : chunk.end]) for chunk in batch]
-            samples = torch.stack(parts).to(model.device)  # [B, n_samples]
-            mel = log_mel(samples, model.args.n_mels).to(model.dtype)  # [B, n_mels, 3000]
-        with stats.timed("encoder", model.device):
-            audio_features = model.encoder(mel)  # [B, n_audio_ctx, dim]
-        stats.n_windows += len(batch)
-        yield from map(Window, batch, audio_features.split(1))
+        while batch:
+            n = 1 << (len(batch).bit_length() - 1)
+            group, batch = batch[:n], batch[n:]
+            with stats.timed("mel", model.device):
+                parts = [pad_or_trim(waveform[chunk.start : chunk.end]) for chunk in group]
+                samples = _to_device(torch.stack(parts), model.device)  # [B, n_samples]
+                mel = log_mel(samples, model.args.n_mels).to(model.dtype)  # [B, n_mels, 3000]
+            with stats.timed("encoder", model.device):
+                audio_features = model.encoder(mel)  # [B, n_audio_ctx, dim]
+            stats.n_windows += n
+            yield from map(Window, group, audio_features.split(1))
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy from the CPU that CUDA makes beside its other work, while the program goes on."""
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dict[str, float]:
@@ -270,16 +298,16 @@ def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dic
 
 def _language_probs(model: Whisper, tokenizer: Tokenizer, row: int) -> dict[str, float]:
     """Probability of each language in the window that `row` holds."""
-    logits = _read_prompt(model, row, [tokenizer.sot])[0]  # [n_vocab]
+    prompt = torch.tensor([tokenizer.sot], device=model.device)
+    logits = _read_prompt(model, row, prompt)[0]  # [n_vocab]
     probs = logits[list(tokenizer.language_ids.values())].softmax(dim=-1)
     return dict(zip(tokenizer.language_ids, probs.tolist(), strict=True))
 
 
-def _read_prompt(model: Whisper, row: int, prompt: list[int]) -> Tensor:
-    """Read a prompt in one pass -> logits [S, n_vocab] after each of its tokens."""
-    tokens = torch.tensor([prompt], device=model.device)  # [1, S]
+def _read_prompt(model: Whisper, row: int, prompt: Tensor) -> Tensor:
+    """Read a prompt [S] in one pass -> logits [S, n_vocab] after each of its tokens."""
     input_pos = torch.arange(len(prompt), device=model.device)[None]  # [1, S]
-    return model.decoder.logits(model.decoder(tokens, input_pos, slice(row, row + 1)))[0]
+    return model.decoder.logits(model.decoder(prompt[None], input_pos, slice(row, row + 1)))[0]
 
 
 NextTemperature = Callable[[WindowResult], float | None]
@@ -292,7 +320,7 @@ class _Slot:
     chunk: Chunk
     language: str
     temperature: float
-    no_speech_prob: float = 0.0
+    no_speech_prob: Tensor | None = None  # on the device: reading it would wait for the device
     attempts: list[WindowResult] = field(default_factory=list)
 
 
@@ -327,13 +355,13 @@ class Slots:
     def _read_prompt(self, row: int) -> None:
         """Make the row's window ready to be decoded from its beginning."""
         options, tokenizer, slot = self.options, self.tokenizer, self.slots[row]
-        prompt = tokenizer.sot_sequence(slot.language, options.task, options.timestamps)
+        ids = tokenizer.sot_sequence(slot.language, options.task, options.timestamps)
         n_ctx = self.model.args.n_text_ctx
-        sample_end = min(n_ctx, len(prompt) + (options.max_new_tokens or n_ctx))
-        logits = _read_prompt(self.model, row, list(prompt))[prompt.index(tokenizer.sot)]
-        slot.no_speech_prob = logits.softmax(dim=-1)[tokenizer.no_speech].item()
-        tokens = torch.tensor(prompt, device=self.model.device)
-        self.state.start_row(row, tokens, sample_end, slot.temperature)
+        sample_end = min(n_ctx, len(ids) + (options.max_new_tokens or n_ctx))
+        prompt = _to_device(torch.tensor(ids), self.model.device)
+        logits = _read_prompt(self.model, row, prompt)[ids.index(tokenizer.sot)]
+        slot.no_speech_prob = logits.softmax(dim=-1)[tokenizer.no_speech]
+        self.state.start_row(row, prompt, sample_end, slot.temperature)
         self.generators.pop(row, None)
         if slot.temperature > 0:
             seed = hash((options.seed, slot.chunk.start, slot.chunk.end, len(slot.attempts)))
@@ -382,7 +410,7 @@ class Slots:
             text=tokenizer.decode(tokens).strip(),
             words=words,
             avg_logprob=logprobs.mean().item(),
-            no_speech_prob=slot.no_speech_prob,
+            no_speech_prob=slot.no_speech_prob.item(),
             is_complete=is_complete,
         )
 

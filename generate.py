@@ -21,9 +21,10 @@ from compile_step import compile_decode_step
 from convert_hf_checkpoint import convert, load_checkpoint
 from decode import DecodeStep, Stats, decode_one_token
 from host_memory import peak_host_memory_gb
+from kv_cache import make_cache
 from long_audio import GenerateOptions, transcribe
 from model import CHUNK_S, MODEL_SIZES, KVCache, Whisper
-from quantize import make_cache, prepare_for_device, swap_modules
+from quantize import prepare_for_device, swap_modules
 from tokenizer import Tokenizer
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"

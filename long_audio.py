@@ -126,6 +126,7 @@ def transcribe(
     job = LongAudio(model, tokenizer, waveform, options, decode_step, stats)
     with tqdm(unit="s", disable=not show_progress, leave=False) as progress:
         words = job.run(progress)
+    stats.settle()
     segments = split_segments(tighten(words, job.is_voiced), job.energy_db)
     text = "".join(word.text for word in words).strip()
     return Transcript(text, segments, job.language, job.warnings, stats)

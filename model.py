@@ -241,7 +241,7 @@ class AudioEncoder(nn.Module):
 
     def forward(self, mel: Tensor) -> Tensor:
         x = F.gelu(self.conv1(mel))  # [B, dim, 2 * n_audio_ctx]
-        x = F.gelu(self.conv2(x)).transpose(1, 2)  # [B, n_audio_ctx, dim]
+        x = F.gelu(self.conv2(x)).transpose(1, 2).contiguous()  # [B, n_audio_ctx, dim]
         x = x + self.positions
         for layer in self.layers:
             x = layer(x)

@@ -1,4 +1,4 @@
-"""Quantize a checkpoint to int8 or int4, and the modules and caches that run it.
+"""Quantize a checkpoint to int8 or int4, and the modules that run it.
 
 In:  `model.safetensors` of convert_hf_checkpoint.py.
 Out: beside it `model_int8.safetensors` or `model_int4_g64.safetensors`, with the settings in the
@@ -9,12 +9,13 @@ makes the encoder int8: it computes more than it reads, and int4 costs it accura
     int8: q [N, K] int8, scales [N]: weight = q * scale, one scale per output channel, after
           scale was moved from loud channels of the LayerNorm before it into the weight.
     int4: q [N, K / 2] uint8, two values a byte, scales and zeros [N, K / groupsize] fp16:
-          weight = (q - zero) * scale.
+          weight = (q - zero) * scale. Rows of frequent and of special tokens in the table are int8.
 On a CPU both run as int8 x int8 products with one scale per row of activations, so a row's result
 does not depend on its batch. int4 is turned into int8 when loaded there: it makes the file small,
 not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
 
-Leaves loading and decoding to `generate.py`, the CPU's operators to `cpu_kernels.py`.
+Leaves loading and decoding to `generate.py`, the CPU's operators to `cpu_kernels.py`, quantized
+caches to `kv_cache.py`.
 Sources: Badri and Shaji, "Half-Quadratic Quantization", 2023; Xiao et al., "SmoothQuant", 2022;
 swapped modules: gpt-fast.
 
@@ -34,10 +35,12 @@ from torch import Tensor, nn
 
 from convert_hf_checkpoint import load_checkpoint, save_checkpoint
 from cpu_kernels import attend_all_keys, load_kernels
-from model import KVCache, ModelArgs, Whisper, write_at
+from model import ModelArgs, Whisper
 
 MODES, GROUP_SIZES, SCHEMES = ("int8", "int4"), (32, 64, 128, 256), ("hqq", "rtn")
 LANES = 16  # outputs side by side in the CPU's packed weights, see int8_kernels.cpp
+N_COMMON = 4096  # ids are numbered by merges: the first 4,096 are 77 % of tokens of English speech
+N_TEXT = 50256  # ids of text; those above are special, end of text among them
 INNER_K_TILES = 8  # of torch's int4 kernel for CUDA: it takes K in steps of 16 * 8
 
 
@@ -105,12 +108,15 @@ class Int8Linear(nn.Module):
             y = torch.ops.whisper_fast.int8_linear(x, self.packed, self.scales, self.bias)
             return y.to(x.dtype)  # [..., N]
         if x.device.type != "cpu":
-            y = F.linear(x, self.weight.to(x.dtype)) * self.scales  # [..., N]
-            return y if self.bias is None else y + self.bias
+            return self.expand(x)
         q, x_scales = quantize_int8(x)
         y = torch._int_mm(q.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         y = y * (x_scales[..., None] * self.scales)  # [..., N]
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The product in x's dtype. Unscaled sums overflow float16: base has some of 150,000."""
+        return F.linear(x, self.weight.to(x.dtype) * self.scales[:, None], self.bias)
 
 
 class Int8Embedding(Int8Linear):
@@ -261,16 +267,54 @@ class Int4Linear(nn.Module):
 class Int4Embedding(Int4Linear):
     """The tied table: tokens [B, S] -> [B, S, dim], and `project` hidden states to logits.
 
-    Its groups are small: of the divergence that int4 causes, the head alone makes 60 % (NOTES.md).
+    Of the divergence that int4 causes, the head alone made 60 %. So its groups are small, and the
+    rows of the first N_COMMON ids and of the special ones, `int8_rows`, are int8 (NOTES.md).
     """
 
     max_groupsize = 32
 
+    def __init__(self, in_features: int, out_features: int, bias: bool, groupsize: int):
+        int4 = self.int4_ids(out_features)
+        super().__init__(in_features, len(int4), bias, groupsize)
+        self.first = int4.start
+        self.int8_rows = Int8Linear(in_features, out_features - len(int4), False)
+
+    @staticmethod
+    def int4_ids(n_vocab: int) -> range:
+        """The ids whose rows are int4."""
+        return range(min(N_COMMON, n_vocab // 2), min(N_TEXT, n_vocab))
+
+    @classmethod
+    def quantize(
+        cls, weight: Tensor, squares: Tensor | None, options: QuantizeOptions
+    ) -> dict[str, Tensor]:
+        ids = cls.int4_ids(len(weight))
+        result = super().quantize(weight[ids.start : ids.stop], squares, options)
+        others = torch.cat((weight[: ids.start], weight[ids.stop :]))
+        parts = Int8Linear.quantize(others, squares, options)
+        return result | {f"int8_rows.{name}": part for name, part in parts.items()}
+
+    def as_int8(self) -> Int8Linear:
+        module = super().as_int8()  # of the int4 rows
+        for name in ("weight", "scales"):
+            before, after = self._around(getattr(self.int8_rows, name), 0)
+            setattr(module, name, torch.cat((before, getattr(module, name), after)))
+        return module
+
+    def _around(self, int8_part: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """What is int8, as what comes before the int4 rows and what comes after them."""
+        return int8_part.split((self.first, int8_part.shape[dim] - self.first), dim)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dequantize(tokens)  # [B, S, dim]
+        is_int4 = (tokens >= self.first) & (tokens < self.first + self.out_features)
+        int4 = (tokens - self.first).clamp(0, self.out_features - 1)
+        int8 = torch.where(tokens < self.first, tokens, tokens - self.out_features).clamp(0)
+        int8 = self.int8_rows.weight[int8] * self.int8_rows.scales[int8][..., None]
+        return torch.where(is_int4[..., None], self.dequantize(int4), int8)  # [B, S, dim]
 
     def project(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)  # [B, S, n_vocab]
+        before, after = self._around(self.int8_rows(hidden), -1)
+        return torch.cat((before, super().forward(hidden), after), dim=-1)  # [B, S, n_vocab]
 
 
 # ---- whole models ----------------------------------------------------------------------------
@@ -398,73 +442,6 @@ def prepare_for_device(model: Whisper) -> None:
     if isinstance(model.encoder.layers[0].mlp.fc1, Int8Linear) and model.device.type == "cpu":
         for layer in model.encoder.layers:
             layer.attn.attend = attend_all_keys
-
-
-# ---- caches ----------------------------------------------------------------------------------
-
-
-class StepCache(KVCache):
-    """KVCache whose single steps run in the CPU's own operator, in float32, where there is one.
-
-    It reads as far as the mask shows, so a mask must show a beginning of the context.
-    """
-
-    def __init__(self, n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype):
-        super().__init__(n_rows, n_ctx, n_head, head_dim, dtype)
-        is_known = self.k_cache.device.type == "cpu" and dtype in (torch.float32, torch.int8)
-        self.has_kernel = is_known and load_kernels()
-
-    def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self.has_kernel or q.shape[2] != 1:
-            return super().attend(rows, q, mask)
-        k, v = self.k_cache[rows], self.v_cache[rows]
-        return torch.ops.whisper_fast.attend_one(q, k, v, None, None, mask).to(q.dtype)
-
-
-class Int8KVCache(StepCache):
-    """int8 keys and values, with one scale per position and head [n_rows, H, n_ctx]."""
-
-    def __init__(self, n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype):
-        super().__init__(n_rows, n_ctx, n_head, head_dim, torch.int8)
-        for name in ("k_scales", "v_scales"):
-            self.register_buffer(name, torch.zeros(n_rows, n_head, n_ctx), persistent=False)
-
-    def write(self, rows: slice, k: Tensor, v: Tensor, input_pos: Tensor | None = None) -> None:
-        for values, cache, scales in (
-            (k, self.k_cache[rows], self.k_scales[rows]),
-            (v, self.v_cache[rows], self.v_scales[rows]),
-        ):
-            q, q_scales = quantize_int8(values)  # [B, H, S, D], [B, H, S]
-            if input_pos is None:
-                cache.copy_(q)
-                scales.copy_(q_scales)
-            else:
-                write_at(cache, input_pos, q)
-                write_at(scales, input_pos, q_scales)
-
-    def keys(self, rows: slice, heads: Tensor | slice = slice(None)) -> Tensor:
-        return self.k_cache[rows][:, heads] * self.k_scales[rows][:, heads, :, None]
-
-    def attend(self, rows: slice, q: Tensor, mask: Tensor | None = None) -> Tensor:
-        k, k_scales = self.k_cache[rows], self.k_scales[rows]
-        v, v_scales = self.v_cache[rows], self.v_scales[rows]
-        if self.has_kernel and q.shape[2] == 1:
-            return torch.ops.whisper_fast.attend_one(q, k, v, k_scales, v_scales, mask).to(q.dtype)
-        if q.is_cuda and q.shape[2] == 1 and torch.compiler.is_compiling():
-            # Sums instead of matrix products: the compiler reads int8 in them, without a copy.
-            scores = (q * k).sum(-1, dtype=torch.float32) * k_scales * q.shape[-1] ** -0.5
-            if mask is not None:
-                scores = scores.masked_fill(~mask[:, :, 0], -torch.inf)  # [B, H, n_ctx]
-            probs = scores.softmax(dim=-1) * v_scales
-            return (probs[..., None] * v).sum(-2, keepdim=True).to(q.dtype)  # [B, H, 1, D]
-        k, v = ((t * s[..., None]).to(q.dtype) for t, s in ((k, k_scales), (v, v_scales)))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def make_cache(n_rows: int, n_ctx: int, n_head: int, head_dim: int, dtype: torch.dtype) -> KVCache:
-    """The cache for a dtype, for `Whisper.setup_caches`: int8, or what torch can attend in."""
-    kind = Int8KVCache if dtype == torch.int8 else StepCache
-    return kind(n_rows, n_ctx, n_head, head_dim, dtype)
 
 
 # ---- command line ----------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from chunk_audio import Chunk, load_audio
 from compile_step import AheadOfTimeStep, compile_decode_step, package_path
 from decode import decode_one_token, setup_decoding
 from generate import GenerateOptions, transcribe
-from quantize import QuantizeOptions, make_cache
+from kv_cache import make_cache
+from quantize import QuantizeOptions
 
 SAYS = "compiling the decode step for this batch size, once; it takes about half a minute"
 HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))

@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from conftest import SMALL, quantized, random_model, rebuilt
 from torch._dynamo.testing import CompileCounter
 
+import kv_cache
 import quantize
 from chunk_audio import load_audio, log_mel, pad_or_trim
 from convert_hf_checkpoint import Metadata, load_checkpoint, save_checkpoint
 from cpu_kernels import _build_folder, attend_all_keys, load_kernels
 from generate import CHECKPOINTS
+from kv_cache import Int8KVCache, StepCache, make_cache
 from model import KVCache, ModelArgs, Whisper, split_heads
 from quantize import (
+    Int4Embedding,
     Int4Linear,
     Int8Embedding,
-    Int8KVCache,
     Int8Linear,
     QuantizeOptions,
-    StepCache,
-    make_cache,
     quantize_checkpoint,
     quantize_int4,
     quantize_int8,
@@ -42,7 +42,12 @@ WIDTHS = ModelArgs(n_mels=80, n_vocab=501, dim=36, n_head=2, n_audio_layer=1, n_
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    monkeypatch.setattr(quantize, "load_kernels", lambda: False)
+    hide_kernels(monkeypatch)
+
+
+def hide_kernels(monkeypatch) -> None:
+    for module in (quantize, kv_cache):
+        monkeypatch.setattr(module, "load_kernels", lambda: False)
 
 
 needs_kernels = pytest.mark.skipif(not load_kernels(), reason="no C++ compiler or no ninja")
@@ -146,6 +151,33 @@ def test_tied_table_gives_the_same_rows_to_lookup_and_head(options, packed):
     logits = small.decoder.logits(hidden * scales.float())  # as the norm gives them
     assert logits.shape == (3, 1, 501)
     assert torch.allclose(logits, F.linear(hidden, rows), atol=0.02 * logits.abs().max().item())
+
+
+def test_frequent_and_special_tokens_keep_int8_rows_in_int4():
+    """By id, in a vocabulary of Whisper's size, as the file holds them and as a CPU runs them."""
+    generator, n_vocab = torch.Generator().manual_seed(0), 51865
+    weight = torch.randn(n_vocab, 32, generator=generator)
+    table = Int4Embedding(32, n_vocab, False, 64)
+    table.load_state_dict(Int4Embedding.quantize(weight, None, QuantizeOptions("int4")))
+    is_int4 = torch.zeros(n_vocab, dtype=torch.bool)
+    is_int4[4096:50256] = True
+    hidden, ids = torch.randn(2, 1, 32, generator=generator), torch.arange(n_vocab)[None]
+    for module in (table, table.as_int8()):
+        rows = module(ids)[0].float()
+        error = (rows - weight).norm(dim=-1) / weight.norm(dim=-1)  # [n_vocab]
+        assert error[~is_int4].max() < 0.02 < 0.03 < error[is_int4].min()
+        logits = module.project(hidden)
+        bound = 0.03 * logits.abs().max()  # activations of 8 bits
+        assert (logits - hidden @ rows.T).abs().max() < bound
+
+
+def test_int8_products_fit_float16():
+    """What a GPU does: sums over 8-bit values reach 1.3 million here, float16 65,504."""
+    weight, x = torch.ones(3, 512), torch.full((2, 512), 20.0)
+    layer = Int8Linear(512, 3, False)
+    layer.load_state_dict(Int8Linear.quantize(weight, None, QuantizeOptions()))
+    y = layer.half().expand(x.half())
+    assert torch.allclose(y.float(), F.linear(x, weight), rtol=2e-3)  # float16 has 11 bits
 
 
 def test_loud_channels_give_scale_to_the_weights():
@@ -382,7 +414,7 @@ def test_without_a_compiler_the_logits_are_the_same(cache, options, monkeypatch)
     logits = []
     for has_compiler in (True, False):
         if not has_compiler:
-            monkeypatch.setattr(quantize, "load_kernels", lambda: False)
+            hide_kernels(monkeypatch)
         _, model = quantized(options)
         use_caches(model, 2, cache)
         logits.append(greedy(model, features, n_tokens=3)[1])

@@ -20,13 +20,14 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = {name.removesuffix(".py") for name in SCRIPTS}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_000, 100
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_100, 100
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
 LEAVES = {"cpu_kernels", "host_memory", "chunk_audio", "tokenizer", "model", "stitch"}
 PARTS = {
     "quantize": {"model", "convert_hf_checkpoint", "cpu_kernels"},  # the same files
+    "kv_cache": {"cpu_kernels", "model", "quantize"},
     "align": {"model", "stitch", "tokenizer"},
     "decode": {"align", "chunk_audio", "model", "stitch", "tokenizer"},
     "quality": {"chunk_audio", "stitch"},
