@@ -9,7 +9,7 @@ slowest beside it; whole files alternate between the systems, so that a drift of
 all of them.
 
     python benchmark.py --audio talk.flac --reference talk.txt --language en --compile
-    python benchmark.py --random large-v3 --device cuda --precision fp16 --compile
+    python benchmark.py --random large-v3 --quantize int8 --device cuda --compile
 """
 
 import argparse
@@ -29,14 +29,15 @@ from compile_step import warm_up
 from decode import DecodeState, DecodeStep, decode_one_token, setup_decoding
 from eval import count_errors, normalise, our_system
 from generate import (
-    PRECISIONS,
     add_options,
+    build_model,
     decode_step_from_args,
     load_from_args,
     peak_memory_gb,
     step_bytes,
 )
 from model import ModelArgs, Whisper
+from quantize import MODES, QuantizeOptions, quantize_state_dict
 from rivals import RIVALS, RivalProcess, System, add_rival_options
 
 N_STEPS = 40  # decode steps of one measurement
@@ -165,12 +166,15 @@ def bench_files(
 def random_model(args: argparse.Namespace) -> tuple[Whisper, SimpleNamespace]:
     """A network of random weights: speed does not depend on their values."""
     model_args, device = ModelArgs.from_name(args.random), torch.device(args.device)
-    dtype = PRECISIONS[args.precision or ("fp32" if device.type == "cpu" else "fp16")]
     with torch.device("meta"):
-        model = Whisper(model_args)
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.normal_(std=0.02)
+        shapes = Whisper(model_args).state_dict()
+    weights = {k: torch.randn(t.shape, device=device).mul_(0.02) for k, t in shapes.items()}
+    settings = None
+    if args.quantize:
+        options = QuantizeOptions(args.quantize, scheme="rtn")  # which is quick
+        weights, settings, _ = quantize_state_dict(weights, model_args, options)
+    precision = (args.precision, args.cache_dtype)
+    model = build_model(weights, model_args, settings, device, *precision)
     special = range(model_args.n_vocab - 1501, model_args.n_vocab)
     tokenizer = SimpleNamespace(
         n_vocab=model_args.n_vocab, eot=50257, sot=50258, timestamp_begin=special[0],
@@ -187,6 +191,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--audio", type=Path, help="file for the whole-file comparison")
     add("--reference", type=Path, help="its text, for the word error rate")
     add("--random", help="measure stages and steps of this size with random weights")
+    add("--quantize", choices=MODES, help="the random weights")
     add("--batch_sizes", nargs="*", type=int, default=[1, 4, 8, 16], help="rows of the steps")
     add("--peers", nargs="+", default=[], choices=RIVALS, help="rivals for the comparison")
     add("--only", nargs="+", help="of ours (whisper-fast) and the rivals, run only these")
@@ -195,6 +200,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.random and args.audio:
         parser.error("--random has no words to transcribe; leave --audio out")
+    if args.quantize and not args.random:
+        parser.error("--quantize is for --random; give a quantized --checkpoint_path")
     return args
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from chunk_audio import WINDOW_S
 from compile_step import compile_decode_step
@@ -23,7 +24,7 @@ from decode import DecodeStep, Stats, decode_one_token
 from host_memory import peak_host_memory_gb
 from kv_cache import make_cache
 from long_audio import GenerateOptions, transcribe
-from model import CHUNK_S, MODEL_SIZES, KVCache, Whisper
+from model import CHUNK_S, MODEL_SIZES, KVCache, ModelArgs, Whisper
 from quantize import prepare_for_device, swap_modules
 from tokenizer import Tokenizer
 
@@ -48,23 +49,33 @@ def load_model(
     device = _usable_device(device)
     path = _checkpoint_path(name_or_path)
     state_dict, metadata = load_checkpoint(path)
-    dtype = _dtype(precision or ("fp32" if device.type == "cpu" else "fp16"), PRECISIONS)
-    with torch.device("meta"):
-        model = Whisper(metadata.model_args)
-        if metadata.quantization:
-            swap_modules(model, metadata.quantization)
-            model.make_cache = make_cache
-    model.load_state_dict(state_dict, strict=True, assign=True)
-    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    prepare_for_device(model)
-    if cache_dtype is None and metadata.quantization and device.type == "cpu":
-        cache_dtype = "int8"
-    if cache_dtype is not None:
-        model.make_cache, model.cache_dtype = make_cache, _dtype(cache_dtype, CACHE_DTYPES)
+    how = (metadata.model_args, metadata.quantization, device, precision, cache_dtype)
+    model = build_model(state_dict, *how)
     model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
     model.chunk_s = CHUNK_S.get(metadata.name.rpartition("/")[2], WINDOW_S)
     return model, Tokenizer(path.parent / "tokenizer.model")
+
+
+def build_model(
+    state_dict: dict[str, Tensor], model_args: ModelArgs, quantization: dict | None,
+    device: torch.device, precision: str | None = None, cache_dtype: str | None = None,
+) -> Whisper:  # fmt: skip
+    """A network with these weights, on a device and packed for it; the rest as in `load_model`."""
+    dtype = _dtype(precision or ("fp32" if device.type == "cpu" else "fp16"), PRECISIONS)
+    with torch.device("meta"):
+        model = Whisper(model_args)
+        if quantization:
+            swap_modules(model, quantization)
+            model.make_cache = make_cache
+    model.load_state_dict(state_dict, strict=True, assign=True)
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    prepare_for_device(model)
+    if cache_dtype is None and quantization and device.type == "cpu":
+        cache_dtype = "int8"
+    if cache_dtype is not None:
+        model.make_cache, model.cache_dtype = make_cache, _dtype(cache_dtype, CACHE_DTYPES)
+    return model
 
 
 def _dtype(name: str, allowed: dict[str, torch.dtype]) -> torch.dtype:

@@ -163,7 +163,7 @@ def quantize_int4(
     scales = ((high - low) / 15).clamp(min=1e-6)
     zeros = -low / scales
     if scheme == "hqq":
-        importance = torch.ones(K) if importance is None else importance.float()
+        importance = torch.ones(K, device=w.device) if importance is None else importance.float()
         importance = F.pad(importance, (0, -K % groupsize)).view(-1, groupsize)
         zeros = _half_quadratic(w / scales, zeros, importance)
     scales, zeros = scales.half(), zeros.half()

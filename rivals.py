@@ -12,18 +12,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import soundfile
+import soxr
+
 from host_memory import peak_host_memory_gb
 
 # (file, language code) -> text, encoder runs and retries; None where a program does not tell
 System = Callable[[Path, str], tuple[str, int | None, int | None]]
-RIVALS = (
-    "faster-whisper",
-    "faster-whisper-batched",
-    "openai-whisper",
-    "transformers",
-    "whisper.cpp",  # known by name only: nothing here writes its weights
-)
-_WEIGHTS = ("ct2_path", "openai_path", "hf_path")
+_WEIGHTS = {  # the option that gives each rival its weights
+    "faster-whisper": "ct2_path",
+    "faster-whisper-batched": "ct2_path",
+    "openai-whisper": "openai_path",
+    "transformers": "hf_path",
+    "whisper.cpp": "ggml_path",
+}
+RIVALS = tuple(_WEIGHTS)
 
 
 def add_rival_options(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +35,12 @@ def add_rival_options(parser: argparse.ArgumentParser) -> None:
     add("--ct2_type", default="int8", help="compute type of faster-whisper")
     add("--openai_path", help="OpenAI .pt file of the same weights, for openai-whisper")
     add("--hf_path", help="Hugging Face folder of the same weights, for transformers")
+    add("--ggml_path", help="ggml file of the same weights, for whisper.cpp (pywhispercpp)")
 
 
 def _check_weights(name: str, args: argparse.Namespace) -> None:
     """Raises: ValueError where a rival's weights were not given."""
-    if name == "whisper.cpp":
-        raise ValueError("it reads weights in a format that nothing here writes")
-    option = {"openai-whisper": "openai_path", "transformers": "hf_path"}.get(name, "ct2_path")
+    option = _WEIGHTS[name]
     if not getattr(args, option):
         raise ValueError(f"{name} needs --{option}")
 
@@ -50,6 +52,8 @@ def load_rival(name: str, args: argparse.Namespace) -> System:
         return _openai(args.openai_path)
     if name == "transformers":
         return _transformers(args.hf_path)
+    if name == "whisper.cpp":
+        return _whisper_cpp(args.ggml_path)
     batch_size = args.batch_size if name.endswith("batched") else 1
     return _faster_whisper(args.ct2_path, args.ct2_type, batch_size)
 
@@ -62,7 +66,7 @@ class RivalProcess:
 
     def __init__(self, name: str, args: argparse.Namespace):
         _check_weights(name, args)
-        options = {k: getattr(args, k) for k in (*_WEIGHTS, "ct2_type", "batch_size")}
+        options = {k: getattr(args, k) for k in {*_WEIGHTS.values(), "ct2_type", "batch_size"}}
         command = [sys.executable, __file__, name, json.dumps(options, default=str)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -136,6 +140,20 @@ def _transformers(folder: str) -> System:
     def run(path: Path, language: str) -> tuple[str, None, None]:
         kwargs = {"language": language, "num_beams": 1}
         return pipe(str(path), return_timestamps=True, generate_kwargs=kwargs)["text"], None, None
+
+    return run
+
+
+def _whisper_cpp(ggml_path: str) -> System:
+    from pywhispercpp.model import Model
+
+    model = Model(ggml_path, redirect_whispercpp_logs_to=None, print_progress=False)
+
+    def run(path: Path, language: str) -> tuple[str, None, None]:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+        samples = soxr.resample(samples.mean(axis=1), rate, 16_000)
+        segments = model.transcribe(samples, language=language, no_context=True)
+        return " ".join(segment.text for segment in segments), None, None
 
     return run
 

@@ -29,10 +29,13 @@ def test_stages_steps_and_a_file(tiny_en, samples, tmp_path, capsys, monkeypatch
 
 
 def test_random_weights_and_wrong_options(capsys):
-    assert benchmark.main(["--random", "tiny", "--runs", "1", "--batch_sizes", "1"]) == 0
-    assert last_line(capsys)["stages"]["encoder_s"] > 0
-    with pytest.raises(SystemExit):
-        benchmark.main(["--random", "tiny", "--audio", "x.wav"])
+    common = ["--random", "tiny", "--runs", "1", "--batch_sizes", "1"]
+    for more in ([], ["--quantize", "int8"], ["--quantize", "int4", "--cache_dtype", "fp32"]):
+        assert benchmark.main(common + more) == 0
+        assert last_line(capsys)["stages"]["encoder_s"] > 0
+    for wrong in (["--random", "tiny", "--audio", "x.wav"], ["--quantize", "int8"]):
+        with pytest.raises(SystemExit):
+            benchmark.main(wrong)
 
 
 def test_a_rival_without_weights_is_named():
@@ -41,7 +44,7 @@ def test_a_rival_without_weights_is_named():
     args = parser.parse_args([])
     with pytest.raises(ValueError, match="--ct2_path"):
         RivalProcess("faster-whisper", args)
-    with pytest.raises(ValueError, match="format"):
+    with pytest.raises(ValueError, match="--ggml_path"):
         load_rival("whisper.cpp", args)
     args.batch_size, args.ct2_path = 1, "nowhere"
     with pytest.raises(RuntimeError):  # with what that process said

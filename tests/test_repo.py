@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = {name.removesuffix(".py") for name in SCRIPTS}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_100, 100
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_150, 100
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
@@ -53,10 +53,14 @@ LATE_IMPORTS = {
     ("compile_step.py", "torch"),  # the compiler, slow and large to import
     ("cpu_kernels.py", "torch"),  # the extension builder changes sys.path
     ("rivals.py", "faster_whisper"),  # needed only where compared with
+    ("rivals.py", "pywhispercpp"),
     ("rivals.py", "transformers"),
     ("rivals.py", "whisper"),
 }
-DEV_ONLY = {"whisper", "transformers", "tiktoken", "jiwer", "faster_whisper", "librosa", "pytest"}
+DEV_ONLY = {
+    *("whisper", "transformers", "tiktoken", "jiwer", "faster_whisper", "librosa", "pytest"),
+    "pywhispercpp",
+}
 # The scripts that measure quality need a word error rate; nobody who only transcribes runs them.
 _SCORES = {"jiwer", "whisper", "tiktoken"}
 DEV_ALLOWED = {"eval.py": _SCORES, "benchmark.py": _SCORES}
