@@ -32,7 +32,7 @@ def compile_decode_step(device: torch.device) -> DecodeStep:
     if device.type == "cpu":
         return AheadOfTimeStep()
     options = None
-    if device.type == "cuda":  # tuning also lets int8 weights be read without a 16-bit copy
+    if device.type == "cuda":
         options = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
     return torch.compile(decode_one_token, options=options, fullgraph=True, dynamic=False)
 
@@ -43,11 +43,12 @@ def warm_up(model: Whisper, decode_step: DecodeStep, top_k: int | None) -> None:
     if isinstance(decode_step, AheadOfTimeStep):
         decode_step.bind(model, state, top_k)
     elif decode_step is not decode_one_token and state.warm != (decode_step, top_k):
-        for _ in range(3):  # CUDA graphs are recorded in the second call and played from the third
-            decode_step(model, state, top_k)
+        with torch._dynamo.config.patch(recompile_limit=64):  # of 8, for all models of a process
+            for _ in range(3):  # CUDA graphs are recorded in the second call, then played
+                decode_step(model, state, top_k)
+            if model.device.type == "cuda":
+                compile_encoder(model)
         state.warm = (decode_step, top_k)
-        if model.device.type == "cuda":
-            compile_encoder(model)
 
 
 def compile_encoder(model: Whisper) -> None:

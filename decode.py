@@ -282,9 +282,9 @@ def encode_chunks(
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy from the CPU that CUDA makes beside its other work, while the program goes on."""
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dict[str, float]:

@@ -8,6 +8,7 @@ What happens to a file is in `long_audio.py`, to a window of it in `decode.py`.
 import argparse
 import dataclasses
 import itertools
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from decode import DecodeStep, Stats, decode_one_token
 from host_memory import peak_host_memory_gb
 from kv_cache import make_cache
 from long_audio import GenerateOptions, transcribe
-from model import CHUNK_S, MODEL_SIZES, KVCache, ModelArgs, Whisper
+from model import CHUNK_S, MODEL_SIZES, ModelArgs, Whisper
 from quantize import prepare_for_device, swap_modules
 from tokenizer import Tokenizer
 
@@ -132,14 +133,17 @@ def report(stats: Stats, model: Whisper, total_s: float) -> str:
 
 
 def step_bytes(model: Whisper) -> int:
-    """Bytes of the decoder's weights and of the cross-attention caches, which each step reads."""
-    caches = [m for m in model.decoder.modules() if isinstance(m, KVCache)]
-    others = {id(layer.cross_attn.q_cache) for layer in model.decoder.layers}
-    others |= {id(buffer) for cache in caches for buffer in cache.buffers()}
-    tensors = itertools.chain(model.decoder.parameters(), model.decoder.buffers())
-    weights = sum(tensor.nbytes for tensor in tensors if id(tensor) not in others)
-    cross = [cache for cache in caches if cache.k_cache.shape[2] == model.args.n_audio_ctx]
-    return weights + sum(buffer.nbytes for cache in cross for buffer in cache.buffers())
+    """Bytes of the decoder's weights and of the cross-attention caches, which each step reads.
+
+    `wkv` fills those caches and is not among them, nor is a lookup table beside the packed head.
+    """
+    unread = [r"[^_]attn\.kv_cache\.", r"\.q_cache$", r"\.wkv\."]
+    decoder = model.decoder
+    tensors = dict(itertools.chain(decoder.named_parameters(), decoder.named_buffers()))
+    if "embedding.scales_and_zeros" in tensors:
+        unread.append(r"^embedding\.(weight|scales|zeros)$")
+    is_unread = re.compile("|".join(unread)).search
+    return sum(tensor.nbytes for name, tensor in tensors.items() if not is_unread(name))
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -115,8 +115,12 @@ class Int8Linear(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def expand(self, x: Tensor) -> Tensor:
-        """The product in x's dtype. Unscaled sums overflow float16: base has some of 150,000."""
-        return F.linear(x, self.weight.to(x.dtype) * self.scales[:, None], self.bias)
+        """The product in x's dtype. Unscaled sums overflow float16: base has some of 150,000.
+
+        The bias comes after: a product without one is what the compiler reads int8 in, for one row.
+        """
+        y = F.linear(x, self.weight.to(x.dtype) * self.scales[:, None])  # [..., N]
+        return y if self.bias is None else y + self.bias
 
 
 class Int8Embedding(Int8Linear):
@@ -240,8 +244,11 @@ class Int4Linear(nn.Module):
         return module
 
     def pack(self) -> None:
-        """On CUDA, lay the weights out for torch's int4 kernel where their shape allows it."""
-        if self.weight.device.type != "cuda" or self.weight.shape[1] * 2 % (16 * INNER_K_TILES):
+        """On CUDA, lay the weights out for torch's int4 kernel where GPU and shape allow it."""
+        device, K_padded = self.weight.device, self.weight.shape[1] * 2
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            return
+        if K_padded % (16 * INNER_K_TILES):
             return
         pad = (0, 0, 0, -self.out_features % 8)  # the kernel makes whole eights of outputs
         weight = F.pad(self.weight, pad)

@@ -23,7 +23,7 @@ from decode import (
     refill_noise,
     setup_decoding,
 )
-from generate import CHECKPOINTS, GenerateOptions, load_model, transcribe
+from generate import CHECKPOINTS, GenerateOptions, load_model, step_bytes, transcribe
 from long_audio import batch_rows
 from model import Whisper
 
@@ -395,3 +395,12 @@ def test_windows_encoded_together_equal_each_alone(tiny_en, samples):
         assert a.chunk == b.chunk
         # sums in another order: matrix products choose their blocks by the size of the batch
         assert torch.allclose(a.audio_features, b.audio_features, atol=1e-3)
+
+
+def test_bytes_of_a_step_are_those_it_reads(tiny_en):
+    """Not the encoder's, nor the weights that fill the cross-attention caches, nor their own."""
+    model, tokenizer = random_model(), tiny_en[1]
+    setup_decoding(model, tokenizer, 3)
+    read = [p for name, p in model.decoder.named_parameters() if "wkv" not in name]
+    cross = 2 * model.args.n_text_layer * 3 * 1500 * model.args.dim  # keys and values
+    assert step_bytes(model) == 4 * (sum(p.numel() for p in read) + cross)
