@@ -26,6 +26,14 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Ask for the n values that a loop will read 4 KB later. Some processors do not look ahead that far,
+// least of all over the end of a page, and then wait for every line (NOTES.md).
+template <typename T>
+INLINE void fetch_ahead(const T* data, int64_t n) {
+  constexpr int64_t kPage = 4096 / sizeof(T), kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(data + kPage + i);
+}
+
 // ---- attend_one ----
 
 constexpr int64_t kMaxHeadDim = 512;
@@ -56,6 +64,7 @@ INLINE float exp_negative(float x) {
 INLINE void dot_all(const float* q, const float* k, const float*, float scale, int64_t n,
                     int64_t D, float* scores) {
   for (int64_t t = 0; t < n; t++) {
+    fetch_ahead(k + t * D, D);
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < D; d++) sum += q[d] * k[t * D + d];
@@ -74,6 +83,7 @@ INLINE void dot_all(const float* q, const int8_t* k, const float* k_scales, floa
   for (int64_t d = 0; d < D; d++) q16[d] = static_cast<int16_t>(q[d] / largest * steps);
   scale *= largest / steps;
   for (int64_t t = 0; t < n; t++) {
+    fetch_ahead(k + t * D, D);
     int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t d = 0; d < D; d++) sum += static_cast<int32_t>(q16[d]) * k[t * D + d];
@@ -94,9 +104,11 @@ INLINE void attend_head(const float* q, const T* k, const T* v, const float* k_s
   if (v_scales)
     for (int64_t t = 0; t < n; t++) scores[t] *= v_scales[t];
   float sum[kMaxHeadDim] = {};
-  for (int64_t t = 0; t < n; t++)
+  for (int64_t t = 0; t < n; t++) {
+    fetch_ahead(v + t * D, D);
 #pragma omp simd
     for (int64_t d = 0; d < D; d++) sum[d] += scores[t] * static_cast<float>(v[t * D + d]);
+  }
   for (int64_t d = 0; d < D; d++) out[d] = sum[d] / total;
 }
 
@@ -179,6 +191,7 @@ INLINE void dot_block(const int8_t* x, const int32_t* x_sums, const uint8_t* w, 
   __m512i acc[M];
   for (int m = 0; m < M; m++) acc[m] = _mm512_set1_epi32(-128 * x_sums[m]);
   for (int64_t k = 0; k < K; k += 4) {
+    if (M < kRows) fetch_ahead(w + k * kLanes, 4 * kLanes);  // else the next rows find them cached
     const __m512i block = _mm512_loadu_si512(w + k * kLanes);
     for (int m = 0; m < M; m++) {
       int32_t four;
@@ -191,6 +204,7 @@ INLINE void dot_block(const int8_t* x, const int32_t* x_sums, const uint8_t* w, 
   const __m256i offset = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
   __m256i acc[M][2] = {};
   for (int64_t k = 0; k < K; k += 4) {
+    if (M < kRows) fetch_ahead(w + k * kLanes, 4 * kLanes);  // else the next rows find them cached
     const __m256i* block = reinterpret_cast<const __m256i*>(w + k * kLanes);
     const __m256i weight[2] = {_mm256_xor_si256(_mm256_loadu_si256(block), offset),
                                _mm256_xor_si256(_mm256_loadu_si256(block + 1), offset)};
