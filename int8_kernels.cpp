@@ -18,6 +18,10 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_INT8__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -171,7 +175,9 @@ constexpr int kRows = 12;  // rows that share one pass over a block: as the regi
 constexpr int kRows = 4;
 #endif
 
-struct Int8Rows {  // activations: values [M, K], with one scale per row
+constexpr int64_t kTileRows = 32;  // rows of x, and outputs, of four AMX tiles
+
+struct Int8Rows {  // activations: values [M, K], with one scale per row; zeros up to whole tiles
   std::vector<int8_t> values;
   std::vector<int32_t> sums;
   std::vector<float> scales;
@@ -186,7 +192,7 @@ struct Outputs {
 // sums[m][lane] = x[m] . weights[lane], for M rows of x [M, K] and one block of 16 outputs
 template <int M>
 INLINE void dot_block(const int8_t* x, const int32_t* x_sums, const uint8_t* w, int64_t K,
-                      int32_t sums[M][kLanes]) {
+                      int32_t (*sums)[kLanes]) {
 #if defined(__AVX512VNNI__)
   __m512i acc[M];
   for (int m = 0; m < M; m++) acc[m] = _mm512_set1_epi32(-128 * x_sums[m]);
@@ -227,23 +233,21 @@ INLINE void dot_block(const int8_t* x, const int32_t* x_sums, const uint8_t* w, 
 #endif
 }
 
-template <int M>
-void linear_block(const Int8Rows& x, int64_t m, const uint8_t* w, int64_t K, int64_t n,
-                  const Outputs& out) {
-  int32_t sums[M][kLanes];
-  dot_block<M>(x.values.data() + m * K, x.sums.data() + m, w, K, sums);
+// Rows m to m + M of the outputs n and on, from their integer sums.
+INLINE void write_block(const int32_t (*sums)[kLanes], int64_t M, const Int8Rows& x, int64_t m,
+                        int64_t n, const Outputs& out) {
   const int64_t lanes = std::min(kLanes, out.N - n);  // the last block may hold padding
 #ifdef __AVX512F__
   const __mmask16 mask = static_cast<__mmask16>((1u << lanes) - 1);
   const __m512 scales = _mm512_maskz_loadu_ps(mask, out.scales + n);
   const __m512 bias = out.bias ? _mm512_maskz_loadu_ps(mask, out.bias + n) : _mm512_setzero_ps();
-  for (int i = 0; i < M; i++) {
+  for (int64_t i = 0; i < M; i++) {
     const __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums[i]));
     const __m512 y = sum * (scales * _mm512_set1_ps(x.scales[m + i])) + bias;
     _mm512_mask_storeu_ps(out.data + (m + i) * out.N + n, mask, y);
   }
 #else
-  for (int i = 0; i < M; i++) {
+  for (int64_t i = 0; i < M; i++) {
     float* row = out.data + (m + i) * out.N + n;
     for (int64_t lane = 0; lane < lanes; lane++) {
       const float scale = x.scales[m + i] * out.scales[n + lane];
@@ -253,6 +257,72 @@ void linear_block(const Int8Rows& x, int64_t m, const uint8_t* w, int64_t K, int
   }
 #endif
 }
+
+template <int M>
+void linear_block(const Int8Rows& x, int64_t m, const uint8_t* w, int64_t K, int64_t n,
+                  const Outputs& out) {
+  int32_t sums[M][kLanes];
+  dot_block<M>(x.values.data() + m * K, x.sums.data() + m, w, K, sums);
+  write_block(sums, M, x, m, n, out);
+}
+
+// Whether the processor has AMX. Linux gives its tiles to a process that asks for them.
+bool has_tiles() {
+#ifdef __AMX_INT8__
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
+#ifdef __AMX_INT8__
+// Rows m to m_end of all outputs, 32 x 32 at a time: tiles 0-3 are sums, 4 and 5 rows of x, 6 and 7
+// weights, whose layout is the one that the instruction wants. K is a multiple of 64.
+void linear_tiles(const Int8Rows& x, int64_t m_begin, int64_t m_end, const uint8_t* weights,
+                  int64_t K, int64_t n_blocks, const Outputs& out) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t n_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  _tile_loadconfig(&config);
+  alignas(64) int32_t sums[2][kTileRows][kLanes];  // of two blocks
+  for (int64_t block = 0; block < n_blocks; block += 2) {
+    const uint8_t* w = weights + block * kLanes * K;
+    const uint8_t* w_next = block + 1 < n_blocks ? w + kLanes * K : w;  // then it counts for nothing
+    for (int64_t m = m_begin; m < m_end; m += kTileRows) {
+      const int8_t* rows = x.values.data() + m * K;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < K; k += 64) {
+        _tile_loadd(4, rows + k, K);
+        _tile_loadd(5, rows + 16 * K + k, K);
+        _tile_loadd(6, w + k * kLanes, 64);
+        _tile_loadd(7, w_next + k * kLanes, 64);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 5, 6);
+        _tile_dpbsud(2, 4, 7);
+        _tile_dpbsud(3, 5, 7);
+      }
+      _tile_stored(0, sums[0], 64);
+      _tile_stored(1, sums[0][16], 64);
+      _tile_stored(2, sums[1], 64);
+      _tile_stored(3, sums[1][16], 64);
+      const int64_t n_rows = std::min(kTileRows, m_end - m);
+      for (int64_t i = 0; i < 2 && block + i < n_blocks; i++) {
+        for (int64_t row = 0; row < n_rows; row++)  // weights lie as value + 128
+          for (int64_t lane = 0; lane < kLanes; lane++) sums[i][row][lane] -= 128 * x.sums[m + row];
+        write_block(sums[i], n_rows, x, m, (block + i) * kLanes, out);
+      }
+    }
+  }
+  _tile_release();
+}
+#endif
 
 // As many rows from m on as share a pass, against a range of blocks. Returns how many rows.
 int64_t linear_pass(const Int8Rows& x, int64_t m, int64_t m_end, const uint8_t* weights, int64_t K,
@@ -270,7 +340,8 @@ int64_t linear_pass(const Int8Rows& x, int64_t m, int64_t m_end, const uint8_t* 
 }
 
 Int8Rows quantize_rows(const float* x, int64_t M, int64_t K, int64_t K_padded) {
-  Int8Rows rows{std::vector<int8_t>(M * K_padded), std::vector<int32_t>(M), std::vector<float>(M)};
+  const int64_t M_padded = (M + kTileRows - 1) / kTileRows * kTileRows;
+  Int8Rows rows{std::vector<int8_t>(M_padded * K_padded), std::vector<int32_t>(M), std::vector<float>(M)};
   at::parallel_for(0, M, 32, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) {
       const float* row = x + m * K;
@@ -311,6 +382,16 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
     while (m < m_end)
       m += linear_pass(rows, m, m_end, weights, K_padded, block, block_end, out);
   };
+#ifdef __AMX_INT8__
+  if (M >= 64 && K_padded % 64 == 0 && has_tiles()) {
+    const int64_t n_tiles = (M + kTileRows - 1) / kTileRows;
+    at::parallel_for(0, n_tiles, 1, [&](int64_t begin, int64_t end) {
+      const int64_t m_end = std::min(end * kTileRows, M);
+      linear_tiles(rows, begin * kTileRows, m_end, weights, K_padded, n_blocks, out);
+    });
+    return y;
+  }
+#endif
   if (M >= 64) {  // threads share the rows, and each reads all weights
     at::parallel_for(0, M, 32, [&](int64_t begin, int64_t end) { run(begin, end, 0, n_blocks); });
   } else {  // threads share the weights; for less than 256 KB another thread does not pay
@@ -328,6 +409,7 @@ TORCH_LIBRARY(whisper_fast, m) {
       "attend_one(Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, Tensor? mask)"
       " -> Tensor");
   m.def("int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> Tensor");
+  m.def("has_tiles() -> bool", has_tiles);
 }
 
 TORCH_LIBRARY_IMPL(whisper_fast, CPU, m) {
