@@ -137,13 +137,11 @@ def step_bytes(model: Whisper) -> int:
 
     `wkv` fills those caches and is not among them, nor is a lookup table beside the packed head.
     """
-    unread = [r"[^_]attn\.kv_cache\.", r"\.q_cache$", r"\.wkv\."]
-    decoder = model.decoder
-    tensors = dict(itertools.chain(decoder.named_parameters(), decoder.named_buffers()))
+    unread = r"[^_]attn\.kv_cache\.|\.q_cache$|\.wkv\."
+    tensors = dict(itertools.chain(model.decoder.named_parameters(), model.decoder.named_buffers()))
     if "embedding.scales_and_zeros" in tensors:
-        unread.append(r"^embedding\.(weight|scales|zeros)$")
-    is_unread = re.compile("|".join(unread)).search
-    return sum(tensor.nbytes for name, tensor in tensors.items() if not is_unread(name))
+        unread += r"|^embedding\.(weight|scales|zeros)$"
+    return sum(tensor.nbytes for name, tensor in tensors.items() if not re.search(unread, name))
 
 
 def peak_memory_gb(device: torch.device) -> float:
