@@ -1,8 +1,9 @@
-// The CPU's operators of quantize.py, compiled when first used:
+// The CPU's operators of quantize.py and kv_cache.py, compiled when first used:
 //   attend_one: attention of one query a row over cached keys and values, float32 or int8
-//   int8_linear: a linear layer with int8 weights, activations rounded to int8 row by row
+//   int8_linear: a linear layer with int8 weights, activations rounded to int8 row by row;
+//     in AMX tiles where the processor has them and the rows are many
 // Every row is computed by itself, so its result does not depend on its batch. The plain torch
-// versions of both, which the tests compare with, are in quantize.py.
+// versions of both, which the tests compare with, are in those files.
 // Softmax in one pass over scores kept in cache: as FlashAttention's single-query case.
 
 #include <ATen/Functions.h>
@@ -382,7 +383,7 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
     while (m < m_end)
       m += linear_pass(rows, m, m_end, weights, K_padded, block, block_end, out);
   };
-#ifdef __AMX_INT8__
+#ifdef __AMX_INT8__  // threads share the rows
   if (M >= 64 && K_padded % 64 == 0 && has_tiles()) {
     const int64_t n_tiles = (M + kTileRows - 1) / kTileRows;
     at::parallel_for(0, n_tiles, 1, [&](int64_t begin, int64_t end) {

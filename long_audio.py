@@ -39,7 +39,7 @@ from tokenizer import Tokenizer, language_code
 # cost six decodings of what is mostly noise.
 FALLBACK = (0.4, 0.8)
 
-# s of audio from which a CPU compiles by itself: 35 s once, of which each hour saves some 15 again
+# s of audio from which a CPU compiles by itself: 35 s once, of which each hour saves 8 to 15
 COMPILE_FROM_S = 3600
 
 
