@@ -176,13 +176,16 @@ constexpr int kRows = 12;  // rows that share one pass over a block: as the regi
 constexpr int kRows = 4;
 #endif
 
+constexpr int64_t kManyRows = 64;  // from which on threads share the rows, not the weights
 constexpr int64_t kTileRows = 32;  // rows of x, and outputs, of four AMX tiles
 
-struct Int8Rows {  // activations: values [M, K], with one scale per row; zeros up to whole tiles
+struct Int8Rows {  // activations: values [M, K], with one scale per row; many: zeros to whole tiles
   std::vector<int8_t> values;
   std::vector<int32_t> sums;
   std::vector<float> scales;
 };
+
+INLINE int64_t tiles_of(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
 
 struct Outputs {
   const float *scales, *bias;
@@ -193,7 +196,7 @@ struct Outputs {
 // sums[m][lane] = x[m] . weights[lane], for M rows of x [M, K] and one block of 16 outputs
 template <int M>
 INLINE void dot_block(const int8_t* x, const int32_t* x_sums, const uint8_t* w, int64_t K,
-                      int32_t (*sums)[kLanes]) {
+                      int32_t sums[M][kLanes]) {
 #if defined(__AVX512VNNI__)
   __m512i acc[M];
   for (int m = 0; m < M; m++) acc[m] = _mm512_set1_epi32(-128 * x_sums[m]);
@@ -341,8 +344,9 @@ int64_t linear_pass(const Int8Rows& x, int64_t m, int64_t m_end, const uint8_t* 
 }
 
 Int8Rows quantize_rows(const float* x, int64_t M, int64_t K, int64_t K_padded) {
-  const int64_t M_padded = (M + kTileRows - 1) / kTileRows * kTileRows;
-  Int8Rows rows{std::vector<int8_t>(M_padded * K_padded), std::vector<int32_t>(M), std::vector<float>(M)};
+  const int64_t M_padded = M < kManyRows ? M : tiles_of(M) * kTileRows;
+  Int8Rows rows{std::vector<int8_t>(M_padded * K_padded), std::vector<int32_t>(M),
+                std::vector<float>(M)};
   at::parallel_for(0, M, 32, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) {
       const float* row = x + m * K;
@@ -383,17 +387,16 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
     while (m < m_end)
       m += linear_pass(rows, m, m_end, weights, K_padded, block, block_end, out);
   };
-#ifdef __AMX_INT8__  // threads share the rows
-  if (M >= 64 && K_padded % 64 == 0 && has_tiles()) {
-    const int64_t n_tiles = (M + kTileRows - 1) / kTileRows;
-    at::parallel_for(0, n_tiles, 1, [&](int64_t begin, int64_t end) {
-      const int64_t m_end = std::min(end * kTileRows, M);
-      linear_tiles(rows, begin * kTileRows, m_end, weights, K_padded, n_blocks, out);
-    });
-    return y;
-  }
+  if (M >= kManyRows) {  // threads share the rows, and each reads all weights
+#ifdef __AMX_INT8__
+    if (K_padded % 64 == 0 && has_tiles()) {
+      at::parallel_for(0, tiles_of(M), 1, [&](int64_t begin, int64_t end) {
+        const int64_t m_end = std::min(end * kTileRows, M);
+        linear_tiles(rows, begin * kTileRows, m_end, weights, K_padded, n_blocks, out);
+      });
+      return y;
+    }
 #endif
-  if (M >= 64) {  // threads share the rows, and each reads all weights
     at::parallel_for(0, M, 32, [&](int64_t begin, int64_t end) { run(begin, end, 0, n_blocks); });
   } else {  // threads share the weights; for less than 256 KB another thread does not pay
     const int64_t grain = std::max<int64_t>(1, (1 << 18) / (kLanes * K_padded));
