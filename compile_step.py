@@ -10,7 +10,6 @@ Leaves what a step is to `decode.py`, and when to compile to `long_audio.py`.
 Source: torch's AOTInductor.
 """
 
-import hashlib
 import inspect
 import os
 import sys
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from cpu_kernels import SOURCES, first_line, processor_id
+from cpu_kernels import SOURCES, cache_path, first_line
 from decode import GPU_WINDOWS, DecodeState, DecodeStep, decode_one_token
 from model import Whisper
 
@@ -161,17 +160,15 @@ def _load(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
 
 def package_path(step: Step) -> Path:
     """Where the package of a step lies: named after everything that its code depends on."""
-    parts = [torch.__version__, torch.get_num_threads(), processor_id()]
+    parts = [torch.get_num_threads()]
     for name, module in step.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, torch.dtype))}
         parts += [name, type(module).__name__, plain]
     parts += [(name, t.shape, t.dtype, t.stride()) for name, t in step.tensors().items()]
-    files = {inspect.getfile(type(module)) for module in step.modules()} | {__file__}
-    folder = Path(__file__).parent
-    files |= {str(folder / name) for name in ("cpu_kernels.py", "quantize.py", *SOURCES)}
+    files = {inspect.getfile(type(module)) for module in step.modules()} | {__file__, *SOURCES}
+    files |= {str(Path(__file__).with_name(name)) for name in ("cpu_kernels.py", "quantize.py")}
     parts += [Path(file).read_bytes() for file in sorted(files)]
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "whisper_fast" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
+    return cache_path(parts, ".pt2")
 
 
 def _compile(step: Step, path: Path) -> None:

@@ -2,50 +2,76 @@
 
 int8_kernels.cpp: attend_one, a decode step's attention over fp32 or int8 caches, and int8_linear;
 attention_kernel.cpp: attend_all, the encoder's attention, for AVX-512 with VNNI and BF16. Where
-they cannot be compiled, the same arithmetic runs as plain torch.
+they cannot be compiled, plain torch runs instead, with other roundings.
 """
 
 import functools
+import hashlib
 import os
 import platform
 import re
 import sys
-import time
-import zlib
+import sysconfig
+import tempfile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-SOURCES = ("int8_kernels.cpp", "attention_kernel.cpp")
-STALE_LOCK_S = 300  # s, several times what a build takes
+SOURCES = tuple(
+    str(Path(__file__).with_name(name)) for name in ("int8_kernels.cpp", "attention_kernel.cpp")
+)
+FLAGS = ("-O3", "-march=native", "-fopenmp")
 
 
 @functools.cache
 def load_kernels() -> bool:
-    """Compile and load the operators; False, with one warning, where that is impossible.
+    """Load the operators; False, with one warning, where that is impossible.
 
-    The first call takes half a minute; the result stays in a cache folder, named after this
-    processor, whose own instructions it uses.
+    The first call takes half a minute to compile them; the result stays on disk.
     """
-    from torch.utils import cpp_extension  # late: it adds to the module search path
-
     try:
-        folder = _build_folder()
-        cpp_extension.load(
-            name=folder.name,
-            sources=[str(Path(__file__).with_name(source)) for source in SOURCES],
-            build_directory=str(folder),
-            extra_cflags=["-O3", "-march=native", "-fopenmp"],
-            is_python_module=False,
-        )
+        path = cache_path([FLAGS, *(Path(source).read_bytes() for source in SOURCES)], ".so")
+        try:
+            torch.ops.load_library(path)
+        except OSError:  # not there yet, or half a file
+            _build(path)
     except (OSError, RuntimeError, ImportError) as error:
+        names = ", ".join(Path(source).name for source in SOURCES)
         remedy = "quantized weights and caches run as plain, slower torch; g++ and ninja help"
-        print(f"warning: cannot compile {SOURCES} ({first_line(error)}): {remedy}", file=sys.stderr)
+        print(f"warning: cannot compile {names} ({first_line(error)}): {remedy}", file=sys.stderr)
         return False
     _describe_results()
     return True
+
+
+def _build(path: Path) -> None:
+    """Compile and load the operators, and keep them at `path`, whole or not.
+
+    In a folder of its own, so that no process waits for another, or for one that was killed.
+    """
+    from torch.utils import cpp_extension  # late: it adds to the module search path
+
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")  # where pip puts ninja
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = cpp_extension.load(
+            name="whisper_fast",
+            sources=list(SOURCES),
+            build_directory=folder,
+            extra_cflags=list(FLAGS),
+            is_python_module=False,
+        )
+        os.replace(built, path)
+
+
+def cache_path(parts: list, suffix: str) -> Path:
+    """Where something compiled for this processor is kept, named after what it depends on."""
+    parts = [torch.__version__, processor_id(), *parts]
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.sha256(repr(parts).encode()).hexdigest() + suffix
+    return Path(root) / "whisper_fast" / name
 
 
 def first_line(error: Exception) -> str:
@@ -61,18 +87,7 @@ def processor_id() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     flags = re.search(r"^(flags|Features)\b.*", text, re.M)  # on x86, on ARM
-    return f"{zlib.crc32((flags[0] if flags else platform.machine()).encode()):08x}"
-
-
-def _build_folder() -> Path:
-    """Where the operators are built, without the lock of a build that was killed long ago."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    folder = Path(root) / f"whisper_fast_{processor_id()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / "lock"  # torch waits for it for ever
-    if lock.exists() and time.time() - lock.stat().st_mtime > STALE_LOCK_S:
-        lock.unlink()
-    return folder
+    return flags[0] if flags else platform.machine()
 
 
 def _describe_results() -> None:

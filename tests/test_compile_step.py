@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, TINY_ARGS, decode_chunks, quantized, random_model
 
 import compile_step
+import cpu_kernels
 import long_audio
 from chunk_audio import Chunk, load_audio
 from compile_step import AheadOfTimeStep, compile_decode_step, package_path
@@ -144,7 +145,7 @@ def test_packages_differ_where_their_code_does(tiny_en, monkeypatch):
     others = [path(3), path(timestamps=True), path(top_k=5), path(model=heads)]
     others.append(path(model=small_int8()))
     code = [(torch, "get_num_threads", lambda: 64), (torch, "__version__", "2.99")]
-    code += [(compile_step, "processor_id", lambda: "other"), (compile_step, "SOURCES", ())]
+    code += [(cpu_kernels, "processor_id", lambda: "other"), (compile_step, "SOURCES", ())]
     for owner, name, value in code:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

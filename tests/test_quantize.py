@@ -4,18 +4,22 @@ import functools
 import json
 import os
 import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SMALL, quantized, random_model, rebuilt
+from conftest import ROOT, SMALL, quantized, random_model, rebuilt
 from torch._dynamo.testing import CompileCounter
 
 import kv_cache
 import quantize
 from chunk_audio import load_audio, log_mel, pad_or_trim
 from convert_hf_checkpoint import Metadata, load_checkpoint, save_checkpoint
-from cpu_kernels import _build_folder, attend_all_keys, load_kernels
+from cpu_kernels import FLAGS, SOURCES, attend_all_keys, cache_path, load_kernels
 from generate import CHECKPOINTS
 from kv_cache import Int8KVCache, StepCache, make_cache
 from model import KVCache, ModelArgs, Whisper, split_heads
@@ -422,7 +426,9 @@ def test_without_a_compiler_the_logits_are_the_same(cache, options, monkeypatch)
     assert (logits[0] - logits[1]).abs().max() < 0.1 * spread
 
 
-def test_missing_compiler_is_named_once(monkeypatch, capsys):
+def test_missing_compiler_is_named_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
     def fail(*args, **kwargs):
         raise RuntimeError("Ninja is required to load C++ extensions")
 
@@ -486,11 +492,18 @@ def test_encoder_attention_is_close_and_batch_independent(S):
         assert torch.equal(attend(q[1:], k[1:], v[1:])[0], got[1])
 
 
-def test_the_lock_of_a_killed_build_does_not_block(monkeypatch, tmp_path):
-    """A build that was interrupted left a lock behind, and every later run waited for it."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = _build_folder() / "lock"
-    lock.touch()
-    assert (_build_folder() / "lock").exists()  # another process may be building
-    os.utime(lock, (0, 0))
-    assert not (_build_folder() / "lock").exists()
+@needs_kernels
+def test_operators_are_compiled_over_half_a_file(monkeypatch, tmp_path):
+    """And without the environment's programs on the PATH: ninja was looked for there alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = os.environ["PATH"].split(os.pathsep)
+    scripts = sysconfig.get_path("scripts")
+    monkeypatch.setenv("PATH", os.pathsep.join(part for part in folders if part != scripts))
+    path = cache_path([FLAGS, *(Path(source).read_bytes() for source in SOURCES)], ".so")
+    path.parent.mkdir()
+    path.write_bytes(b"not a library")
+    for _ in range(2):  # compile, then load
+        command = [sys.executable, "-c", "import cpu_kernels as c; print(c.load_kernels())"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("True\n", "")
+        assert list(path.parent.iterdir()) == [path] and path.stat().st_size > 50_000
