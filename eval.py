@@ -10,7 +10,7 @@ Japanese and Korean are counted by character. A file whose reference is empty an
 
 Rounding, or a window that starts a little later, moves some words either way. With `--delays_ms
 0 50 100 150` every file is read four times, with so much silence before it, so that two systems
-differ by less chance.
+differ by less chance; how much chance is left, the interval of each rival's difference says.
 
     python eval.py --manifest ../shared/corpus/manifest.jsonl --kind long --language en
 """
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jiwer
+import numpy as np
 import soundfile
 import torch
 from tqdm import tqdm
@@ -45,6 +46,8 @@ from rivals import RIVALS, System, add_rival_options, load_rival
 from tokenizer import Tokenizer, language_code
 
 CHARACTER_LANGUAGES = ("zh", "ja", "ko")
+BLOCK_WORDS = 20  # whose errors are drawn together: one error leads to others
+N_DRAWS = 2000
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Row:
     """What one system made of one file."""
 
     audio: str
+    file: str  # the same without the silence that was put before it
     language: str
     duration_s: float
     seconds: float
@@ -60,6 +64,7 @@ class Row:
     deletions: int
     insertions: int
     repeats: int  # 5-grams that occur more often than in the reference
+    places: list[int]  # errors at each word of the reference
     n_windows: int | None = None  # encoder runs; unknown for rivals
     n_retries: int | None = None
     text: str = ""
@@ -83,6 +88,21 @@ def count_errors(reference: list[str], hypothesis: list[str]) -> tuple[int, int,
         return 0, len(reference), len(hypothesis)
     out = jiwer.process_words(" ".join(reference), " ".join(hypothesis))
     return out.substitutions, out.deletions, out.insertions
+
+
+def error_places(reference: list[str], hypothesis: list[str]) -> list[int]:
+    """Errors at each word of the reference; an insertion counts at the word after it."""
+    if not reference or not hypothesis:
+        return [1] * len(reference)
+    places = [0] * (len(reference) + 1)
+    (alignment,) = jiwer.process_words(" ".join(reference), " ".join(hypothesis)).alignments
+    for part in alignment:
+        if part.type == "insert":
+            places[part.ref_start_idx] += part.hyp_end_idx - part.hyp_start_idx
+        elif part.type != "equal":
+            for i in range(part.ref_start_idx, part.ref_end_idx):
+                places[i] += 1
+    return [*places[:-2], places[-2] + places[-1]]
 
 
 def count_repeats(reference: list[str], hypothesis: list[str], n: int = 5) -> int:
@@ -129,8 +149,9 @@ def evaluate(system: System, item: dict) -> Row:
     hypothesis = normalise(text, item["language"])
     substitutions, deletions, insertions = count_errors(reference, hypothesis)
     return Row(
-        item["audio"], item["language"], item["duration_s"], seconds, len(reference),
-        substitutions, deletions, insertions, count_repeats(reference, hypothesis),
+        item["audio"], item["file"], item["language"], item["duration_s"], seconds,
+        len(reference), substitutions, deletions, insertions,
+        count_repeats(reference, hypothesis), error_places(reference, hypothesis),
         n_windows, n_retries, text,
     )  # fmt: skip
 
@@ -156,6 +177,29 @@ def summarise(rows: list[Row]) -> dict:
         out["windows_per_30s"] = round(sum(r.n_windows for r in rows) * WINDOW_S / audio_s, 2)
         out["retries"] = sum(r.n_retries for r in rows)
     return out
+
+
+def difference(rows: list[Row], others: list[Row]) -> dict:
+    """WER of `others` less that of `rows`, points, and the interval that holds it in 95 % of draws.
+
+    Blocks of the references are drawn with replacement, all readings of a block together. An
+    interval that holds 0 decides nothing.
+    Source: Bisani and Ney, "Bootstrap estimates for confidence intervals", ICASSP 2004.
+    """
+    blocks: dict[tuple[str, int], np.ndarray] = {}
+    for row, other in zip(rows, others, strict=True):
+        for i in range(0, row.n_words, BLOCK_WORDS):
+            ours, theirs = (r.places[i : i + BLOCK_WORDS] for r in (row, other))
+            block = np.array([sum(theirs) - sum(ours), len(ours)])
+            blocks[row.file, i] = blocks.get((row.file, i), 0) + block
+    if not blocks:
+        return {}
+    table = np.stack(list(blocks.values()))  # [n_blocks, 2]
+    draws = np.random.default_rng(0).integers(len(table), size=(N_DRAWS, len(table)))
+    errors, words = table[draws].sum(axis=1).T  # [N_DRAWS] each
+    interval = np.percentile(100 * errors / words, (2.5, 97.5)).round(2).tolist()
+    errors, words = table.sum(axis=0).tolist()
+    return {"points": round(100 * errors / words, 2), "interval": interval}
 
 
 def print_table(name: str, rows: list[Row]) -> None:
@@ -200,7 +244,7 @@ def add_paths(items: list[dict], folder: Path, delays_ms: list[int], to: Path) -
                 samples = torch.cat((torch.zeros(ms * SAMPLE_RATE // 1000), waveform * 32767))
                 path, name = to / f"{len(out)}.wav", f"{name}+{ms}ms"
                 soundfile.write(path, samples.round().short().numpy(), SAMPLE_RATE)
-            out.append({**item, "path": path, "audio": name})
+            out.append({**item, "path": path, "audio": name, "file": item["audio"]})
     return out
 
 
@@ -218,6 +262,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_rival_options(parser)
     add("--texts", type=Path, help="write every transcript to this JSON file")
     args = parser.parse_args(argv)
+    if args.language == "each":
+        parser.error("--language each: every file is read in its own; name one to choose files")
     if min(args.delays_ms) < 0:
         parser.error(f"--delays_ms {args.delays_ms}: allowed: 0 and above")
     return args
@@ -236,7 +282,7 @@ def run(args: argparse.Namespace) -> int:
     items = read_manifest(args)
     if not items:
         raise ValueError("no file of the manifest is of that kind and language")
-    summary, texts = {}, {}
+    summary, texts, all_rows = {}, {}, []
     with tempfile.TemporaryDirectory() as delayed:
         items = add_paths(items, args.manifest.parent, args.delays_ms, Path(delayed))
         for name, system in build_systems(args).items():
@@ -245,6 +291,9 @@ def run(args: argparse.Namespace) -> int:
             rows = [evaluate(system, item) for item in tqdm(items, desc=name)]
             print_table(name, rows)
             summary[name] = summarise(rows)
+            if all_rows:
+                summary[name]["difference"] = difference(all_rows[0], rows)
+            all_rows.append(rows)
             texts[name] = {row.audio: row.text for row in rows}
     for name, figures in summary.items():
         print(f"{name}: {figures}", file=sys.stderr)

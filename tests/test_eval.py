@@ -16,6 +16,41 @@ def test_counts_by_hand():
     assert evaluation.count_errors(reference, []) == (0, 6, 0)
 
 
+def test_errors_have_a_place():
+    reference = "a b c d e f".split()
+    assert evaluation.error_places(reference, "a x c e f g h".split()) == [0, 1, 0, 1, 0, 2]
+    assert evaluation.error_places(reference, "z a b c d e f".split()) == [1, 0, 0, 0, 0, 0]
+    assert evaluation.error_places(reference, []) == [1] * 6
+    assert evaluation.error_places([], ["x"]) == []
+
+
+def rows_of(file_errors: list[list[int]]) -> list[evaluation.Row]:
+    """Two readings of each of several files, with errors at each word."""
+    rows = []
+    for n, places in enumerate(file_errors):
+        for name in (f"{n}.wav", f"{n}.wav+50ms"):
+            figures = (10.0, 1.0, len(places), sum(places), 0, 0, 0, places)
+            rows.append(evaluation.Row(name, f"{n}.wav", "en", *figures))
+    return rows
+
+
+def test_a_difference_has_an_interval():
+    """By hand: one block, half a block, none; readings of a file are no more evidence than one."""
+    ours = [[1, 0] * 20, [0] * 20, []]
+    theirs = [[1, 1] * 20, [1] * 10 + [0] * 10, []]
+    equal = evaluation.difference(rows_of(ours), rows_of(ours))
+    assert equal == {"points": 0.0, "interval": [0.0, 0.0]}
+    same_everywhere = evaluation.difference(rows_of(ours), rows_of(theirs))
+    assert same_everywhere == {"points": 50.0, "interval": [50.0, 50.0]}
+    one_block_of_many = [[20 * (n == 0), *[0] * 19] for n in range(10)]
+    out = evaluation.difference(rows_of([[0] * 20] * 10), rows_of(one_block_of_many))
+    assert out["points"] == 10.0
+    assert out["interval"] == [0.0, 30.0]  # drawn up to three times of ten, 97.5 % of the time
+    back = evaluation.difference(rows_of(one_block_of_many), rows_of([[0] * 20] * 10))
+    assert back == {"points": -10.0, "interval": [-30.0, 0.0]}
+    assert evaluation.difference(rows_of([[]]), rows_of([[]])) == {}
+
+
 def test_normalisation_by_language():
     assert evaluation.normalise("Mr. Smith paid $20,000!", "en") == (
         EnglishTextNormalizer()("Mr. Smith paid $20,000!").split()
@@ -66,6 +101,12 @@ def test_delays_read_each_file_again(manifest, tiny_en, capsys, tmp_path):
     assert names == ["short.wav", "short.wav+40ms", "short.wav+2000ms"]
     with pytest.raises(SystemExit):
         evaluation.main([*args, "--delays_ms", "-5"])
+
+
+def test_languages_choose_files(manifest, capsys):
+    with pytest.raises(SystemExit):
+        evaluation.main(["--manifest", str(manifest), "--language", "each"])
+    assert "every file is read in its own" in capsys.readouterr().err
 
 
 def test_nothing_to_do_is_an_error(manifest, capsys):
