@@ -4,9 +4,9 @@ Out: tables on stderr, then one JSON line on stdout with the same figures.
 
 A decode step reads all decoder weights and each row's caches once, so its ceiling is the memory's
 read speed; an encoder window is arithmetic, so its ceiling is the matrix product's. Both are
-measured first. Each time is the median of --runs runs after warm-up, with the quickest and the
-slowest beside it; whole files alternate between the systems, so that a drift of the machine hits
-all of them.
+measured first, by their best run. Other times are medians of --runs runs after warm-up, those of
+steps and files with the quickest and the slowest beside them; whole files alternate between the
+systems, so that a drift of the machine hits all of them.
 
     python benchmark.py --audio talk.flac --reference talk.txt --language en --compile
     python benchmark.py --random large-v3 --quantize int8 --device cuda --compile
@@ -33,6 +33,7 @@ from generate import (
     build_model,
     decode_step_from_args,
     load_from_args,
+    options_from_args,
     peak_memory_gb,
     step_bytes,
 )
@@ -129,7 +130,7 @@ def bench_files(
     systems: dict[str, System], args: argparse.Namespace, audio_s: float, device: torch.device
 ) -> dict[str, dict]:
     """A whole file, the systems taking turns: median seconds, x real time, peak memory, WER."""
-    path, language = args.audio, args.language
+    path, language = args.audio, options_from_args(args).language
     reference = args.reference.read_text(encoding="utf-8") if args.reference else None
     times: dict[str, list[float]] = {name: [] for name in systems}
     texts = {name: system(path, language)[0] for name, system in systems.items()}  # warm-up
@@ -200,6 +201,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.random and args.audio:
         parser.error("--random has no words to transcribe; leave --audio out")
+    if args.language in ("auto", "each") and (args.reference or args.peers):
+        parser.error("--reference and --peers need the --language of the audio")
     if args.quantize and not args.random:
         parser.error("--quantize is for --random; give a quantized --checkpoint_path")
     return args

@@ -104,6 +104,8 @@ def open_audio(path: str | Path) -> Recording:
         raise IsADirectoryError(f"{path} is a folder; give an audio file")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
+    if not path.is_file():
+        raise AudioError(f"{path} is no regular file; write what it gives into one first")
     if path.stat().st_size == 0:
         raise AudioError(f"{path} is empty (0 bytes)")
     try:

@@ -35,6 +35,7 @@ from ct2_reader import read_model_bin
 from model import ALIGNMENT_HEADS, MODEL_SIZES, ModelArgs, Whisper, sinusoids
 from tokenizer import official_special_tokens, ranks_from_hf, ranks_from_tiktoken, write_tokenizer
 
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FORMAT, VERSION = "whisper-fast", "1"  # written into every file, checked when one is loaded
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -471,7 +472,7 @@ def convert(
     """Write model.safetensors and tokenizer.model of `source` into `out_dir`; return the first.
 
     `source` is a model name, a path or a hub repository id; `out_dir` is the folder of this one
-    model, `checkpoints/<name>` by default; `dtype` is the source's own by default. Weights and
+    model, CHECKPOINTS / `name` by default; `dtype` is the source's own by default. Weights and
     tokenizer are read and checked in full before anything is written.
 
     Raises: FileNotFoundError, ValueError for what is unknown, missing, damaged or out of reach.
@@ -479,7 +480,7 @@ def convert(
     source = str(source)
     if name is None:
         name = Path(source).stem if Path(source).is_file() else Path(source).resolve().name
-    path = Path(out_dir or Path("checkpoints", name)) / "model.safetensors"
+    path = Path(out_dir or CHECKPOINTS / name) / "model.safetensors"
     found = _read_source(source)
     if path.exists():
         load_checkpoint(path)  # raises rather than let a file be overwritten that is not ours

@@ -6,7 +6,7 @@ are stored once, its prompt is read in one pass, and then `decode_one_token`, ea
 makes one token for all rows a call. A row that ends takes the next window at once, so no row waits
 for the slowest.
 
-Which windows there are, and what becomes of their texts, is for `generate.py` to say.
+Which windows there are, and what becomes of their texts, is for `long_audio.py` to say.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from align import align_words
 from chunk_audio import Chunk, Recording, log_mel, pad_or_trim
 from model import Whisper
 from stitch import Word
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, language_code
 
 GPU_WINDOWS = 8  # that go through the encoder together; on a CPU one alone is as fast
 MAX_INITIAL_TIMESTAMP = 50  # steps of 20 ms: speech starts in a window's first second (openai)
@@ -31,16 +31,27 @@ MAX_INITIAL_TIMESTAMP = 50  # steps of 20 ms: speech starts in a window's first 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How to decode one window."""
+    """How to decode one window. Raises: ValueError for a value that is not allowed, naming it."""
 
-    language: str  # code
-    detect_each: bool = False  # detect the language of every window; `language` is then not used
-    task: str = "transcribe"
-    timestamps: bool = False  # let the model write timestamps between the words
+    language: str = "en"  # code or English name; "each": detect the language of every window
+    task: str = "transcribe"  # or "translate": any language to English
+    timestamps: bool = False  # have the model write timestamps; word times do not need them
     temperature: float = 0.0  # 0 takes the likeliest token; above, tokens are drawn
-    top_k: int | None = None
-    seed: int = 0
-    max_new_tokens: int | None = None
+    top_k: int | None = None  # draw among the k likeliest tokens only
+    seed: int = 0  # of the draws; a window's draws do not depend on its batch
+    max_new_tokens: int | None = None  # of one window; None: as many as fit
+
+    def __post_init__(self):
+        if self.language not in ("auto", "each"):
+            object.__setattr__(self, "language", language_code(self.language))
+        if self.task not in ("transcribe", "translate"):
+            raise ValueError(f"task is {self.task!r}; allowed: transcribe, translate")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; allowed: 0 and above")
+        for name in ("top_k", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; allowed: 1 and above")
 
 
 @dataclass
@@ -96,10 +107,8 @@ class DecodeState(nn.Module):
         super().__init__()
         self.eot, self.timestamps = tokenizer.eot, timestamps
         self.warm: tuple[DecodeStep, int | None] | None = None  # a compiled step, and its top_k
-        self.timestamp_begin, self.timestamp_end = (
-            tokenizer.timestamp_begin,
-            tokenizer.timestamp_end,
-        )
+        self.timestamp_begin = tokenizer.timestamp_begin
+        self.timestamp_end = tokenizer.timestamp_end
 
         def buffer(name: str, value: Tensor) -> None:
             self.register_buffer(name, value, persistent=False)
@@ -287,17 +296,8 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def detect_language(model: Whisper, tokenizer: Tokenizer, window: Window) -> dict[str, float]:
-    """Probability of each language in one window, by the token after start-of-transcript.
-
-    Uses row 0 of the caches, which must be free.
-    """
-    model.decoder.start_window(window.audio_features, slice(0, 1))
-    return _language_probs(model, tokenizer, 0)
-
-
-def _language_probs(model: Whisper, tokenizer: Tokenizer, row: int) -> dict[str, float]:
-    """Probability of each language in the window that `row` holds."""
+def language_probs(model: Whisper, tokenizer: Tokenizer, row: int) -> dict[str, float]:
+    """Probability of each language in the window that `row` holds, after start-of-transcript."""
     prompt = torch.tensor([tokenizer.sot], device=model.device)
     logits = _read_prompt(model, row, prompt)[0]  # [n_vocab]
     probs = logits[list(tokenizer.language_ids.values())].softmax(dim=-1)
@@ -346,8 +346,8 @@ class Slots:
         with self.stats.timed("prefill", self.model.device):
             self.model.decoder.start_window(window.audio_features, slice(row, row + 1))
             slot = _Slot(window.chunk, self.options.language, self.options.temperature)
-            if self.options.detect_each and self.tokenizer.is_multilingual:
-                probs = _language_probs(self.model, self.tokenizer, row)
+            if slot.language == "each" and self.tokenizer.is_multilingual:
+                probs = language_probs(self.model, self.tokenizer, row)
                 slot.language = max(probs, key=probs.get)
             self.slots[row] = slot
             self._read_prompt(row)
@@ -398,9 +398,10 @@ class Slots:
         is_complete = tokens[-1] == tokenizer.eot
         if is_complete:
             tokens.pop()
+        written = "en" if self.options.task == "translate" else slot.language
         words = align_words(
             self.model, tokenizer, row, begin, tokens, logprobs.exp().tolist(), is_complete,
-            slot.chunk.start_s, slot.chunk.end_s, slot.language,
+            slot.chunk.start_s, slot.chunk.end_s, written,
         )  # fmt: skip
         return WindowResult(
             chunk=slot.chunk,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chunk_audio import WINDOW_S
 from compile_step import compile_decode_step
-from convert_hf_checkpoint import convert, load_checkpoint
+from convert_hf_checkpoint import CHECKPOINTS, convert, load_checkpoint
 from decode import DecodeStep, Stats, decode_one_token
 from host_memory import peak_host_memory_gb
 from kv_cache import make_cache
@@ -29,7 +29,6 @@ from model import CHUNK_S, MODEL_SIZES, ModelArgs, Whisper
 from quantize import prepare_for_device, swap_modules
 from tokenizer import Tokenizer
 
-CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CACHE_DTYPES = PRECISIONS | {"int8": torch.int8}
 
@@ -55,7 +54,13 @@ def load_model(
     model.set_alignment_heads(metadata.alignment_heads)
     model.suppress_tokens = metadata.suppress_tokens
     model.chunk_s = CHUNK_S.get(metadata.name.rpartition("/")[2], WINDOW_S)
-    return model, Tokenizer(path.parent / "tokenizer.model")
+    tokenizer = Tokenizer(path.parent / "tokenizer.model")
+    if tokenizer.n_vocab != model.args.n_vocab:
+        raise ValueError(
+            f"{path} has {model.args.n_vocab} ids and tokenizer.model beside it "
+            f"{tokenizer.n_vocab}: one of them is another model's; convert again"
+        )
+    return model, tokenizer
 
 
 def build_model(

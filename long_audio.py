@@ -6,7 +6,7 @@ waveform [n_samples] -> Transcript. What a window says is `decode.py`'s work, wh
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +26,14 @@ from decode import (
     WindowResult,
     decode_one_token,
     decode_windows,
-    detect_language,
     encode_chunks,
+    language_probs,
     setup_decoding,
 )
 from model import Whisper
 from quality import Verdict, gap_windows, halves, is_sure, judge, voiced_frames, voiced_s
 from stitch import Piece, Segment, Word, insert, split_segments, stitch, tighten, uncovered
-from tokenizer import Tokenizer, language_code
+from tokenizer import Tokenizer
 
 # Temperatures of a row that failed; few, since windows are also cut anew and openai's six steps
 # cost six decodings of what is mostly noise.
@@ -44,43 +44,17 @@ COMPILE_FROM_S = 3600
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(DecodeOptions):
     """How to transcribe. Raises: ValueError for a value that is not allowed, naming it."""
 
-    # code or English name; "auto": detect in the first chunks; "each": detect in every chunk
-    language: str = "auto"
-    task: str = "transcribe"  # or "translate": any language to English
-    temperature: float = 0.0  # 0 takes the likeliest token; above, tokens are drawn
-    top_k: int | None = None  # draw among the k likeliest tokens only
-    seed: int = 0  # of the draws; a chunk's draws do not depend on its batch
+    language: str = "auto"  # as before, or "auto": detect in the first chunks
     batch_size: int = 8  # chunks decoded at once
-    timestamps: bool = False  # have the model write timestamps; word times do not need them
     fallback: bool = True  # decode again what failed or is missing
-    max_new_tokens: int | None = None  # of one chunk; None: as many as fit
 
     def __post_init__(self):
-        if self.language not in ("auto", "each"):
-            object.__setattr__(self, "language", language_code(self.language))
-        if self.task not in ("transcribe", "translate"):
-            raise ValueError(f"task is {self.task!r}; allowed: transcribe, translate")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; allowed: 0 and above")
-        for name in ("top_k", "batch_size", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; allowed: 1 and above")
-
-    def decode_options(self, language: str) -> DecodeOptions:
-        return DecodeOptions(
-            language=language,
-            detect_each=self.language == "each",
-            task=self.task,
-            timestamps=self.timestamps,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
-        )
+        super().__post_init__()
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; allowed: 1 and above")
 
 
 @dataclass(frozen=True)
@@ -108,17 +82,17 @@ def transcribe(
     `decode_step` is `decode_one_token` or what `compile_decode_step` makes of it; None takes the
     latter for an hour of audio and more on a CPU, where the compiled step stays on disk.
     Raises: FileNotFoundError, IsADirectoryError, AudioError for a file that cannot be read;
-    ValueError for a waveform of another shape, or a language that the model does not know.
+    ValueError for a waveform of another shape or of integers, or a language that the model does
+    not know.
     """
     options, stats = options or GenerateOptions(), Stats()
-    _check_language(tokenizer, options.language)
+    if options.language not in ("auto", "each"):
+        tokenizer.sot_sequence(options.language, options.task, False)  # raises where it is unknown
     with stats.timed("load audio", model.device):
         if isinstance(audio, (str, Path)):
             waveform = open_audio(audio)
         else:
-            waveform = torch.as_tensor(audio, dtype=torch.float32, device="cpu")
-    if isinstance(waveform, Tensor) and waveform.dim() != 1:
-        raise ValueError(f"the waveform has shape {list(waveform.shape)}; allowed: [n_samples]")
+            waveform = _checked(torch.as_tensor(audio, device="cpu"))
     stats.audio_s = len(waveform) / SAMPLE_RATE
     if decode_step is None:
         is_long = model.device.type == "cpu" and stats.audio_s >= COMPILE_FROM_S
@@ -182,7 +156,9 @@ class LongAudio:
         progress: tqdm | None = None,
     ) -> list[WindowResult]:  # fmt: skip
         """The best result of each window, in order of their starts."""
-        options = self.options.decode_options(self.language)
+        options = self.options
+        if options.language != "each":
+            options = replace(options, language=self.language)
         slots = Slots(self.model, self.tokenizer, options, self.stats, next_temperature)
         results = []
         for attempts in decode_windows(slots, windows, self.decode_step):
@@ -272,12 +248,12 @@ class LongAudio:
         self.warnings.append(f"{chunk.start_s:.1f}-{chunk.end_s:.1f} s: {message}")
 
 
-def _check_language(tokenizer: Tokenizer, language: str) -> None:
-    """Raises: ValueError, as for Cantonese, which only large-v3 and its kin know."""
-    if language in ("auto", "each") or not tokenizer.is_multilingual:
-        return
-    if language not in tokenizer.language_ids:
-        raise ValueError(f"this model does not know the language {language!r}")
+def _checked(waveform: Tensor) -> Tensor:
+    """A waveform as float32, with zeros for what is not finite. Raises: ValueError."""
+    if waveform.dim() != 1 or not waveform.is_floating_point():
+        given = f"{list(waveform.shape)} of {waveform.dtype}"
+        raise ValueError(f"the waveform is {given}; allowed: [n_samples] of floats from -1 to 1")
+    return waveform.float().nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 def _ignored_options(tokenizer: Tokenizer, options: GenerateOptions) -> list[str]:
@@ -321,6 +297,7 @@ def _choose_language(
     totals = dict.fromkeys(tokenizer.language_ids, 0.0)
     with stats.timed("language", model.device):
         for window in first:
-            for code, prob in detect_language(model, tokenizer, window).items():
+            model.decoder.start_window(window.audio_features, slice(0, 1))
+            for code, prob in language_probs(model, tokenizer, 0).items():
                 totals[code] += prob
     return max(totals, key=totals.get), itertools.chain(first, windows)

@@ -2,7 +2,7 @@
 
 Judgements of decoded windows (speech, nothing, loop, suspiciously little), and the windows to
 decode again: halves of a window that failed, and stretches of speech that no word covers. Pure
-functions of levels, texts and the decoder's own probabilities; `generate.py` does the decoding.
+functions of levels, texts and the decoder's own probabilities; `long_audio.py` has them decoded.
 
 Source of the thresholds: a measured study of long audio (26 minutes of speech to choose, 19 more
 to check, 24 files without speech), starting from openai-whisper's (compression ratio 2.4, average

@@ -14,7 +14,7 @@ On a CPU both run as int8 x int8 products with one scale per row of activations,
 does not depend on its batch. int4 is turned into int8 when loaded there: it makes the file small,
 not the step fast. On a GPU weights are expanded on the fly (int8) or by torch's int4 kernel.
 
-Leaves loading and decoding to `generate.py`, the CPU's operators to `cpu_kernels.py`, quantized
+Leaves loading to `generate.py`, the CPU's operators to `cpu_kernels.py`, quantized
 caches to `kv_cache.py`.
 Sources: Badri and Shaji, "Half-Quadratic Quantization", 2023; Xiao et al., "SmoothQuant", 2022;
 swapped modules: gpt-fast.
@@ -346,7 +346,6 @@ def quantize_state_dict(
     """-> quantized state dict, settings for its header, (name, reason) of all that was left.
 
     What is left in float32 becomes float16.
-    Raises: ValueError where nothing is quantized.
     """
     with torch.device("meta"):
         network = Whisper(model_args)
@@ -358,8 +357,6 @@ def quantize_state_dict(
             skipped.append((name, f"{type(module).__name__} is small and runs once a window"))
         elif name.startswith("encoder.") and not options.encoder:
             skipped.append((name, "--no-encoder"))
-        elif f"{name}.weight" not in state_dict:
-            skipped.append((name, "not in the checkpoint"))
         else:
             modules[name] = "int8" if name.startswith("encoder.") else options.mode
             kind = _QUANTIZED[modules[name], type(module)]
@@ -368,8 +365,6 @@ def quantize_state_dict(
                 weight = _smooth(name, weight, squares, result)
             parts = kind.quantize(weight, squares, options)
             result |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    if not modules:
-        raise ValueError(f"nothing to quantize to {options.mode}; skipped: {skipped}")
     for name in state_dict.keys() & result.keys():
         if result[name].dtype == torch.float32:
             result[name] = result[name].half()
@@ -458,14 +453,18 @@ def output_path(checkpoint_path: Path, options: QuantizeOptions) -> Path:
     """Beside the checkpoint. The name is a label for people: programs read the header."""
     scheme = "" if options.scheme == "hqq" else f"_{options.scheme}"
     details = f"{scheme}_g{options.groupsize}" if options.mode == "int4" else ""
+    details += "" if options.encoder else "_decoder"
     return checkpoint_path.with_name(f"{checkpoint_path.stem}_{options.mode}{details}.safetensors")
 
 
 def quantize_checkpoint(checkpoint_path: Path, options: QuantizeOptions) -> Path:
     """Write the quantized file, report on stderr, return its path.
 
+    `checkpoint_path` is a model.safetensors or its folder.
     Raises: FileNotFoundError; ValueError for a file that is no checkpoint or quantized already.
     """
+    if checkpoint_path.is_dir():
+        checkpoint_path = checkpoint_path / "model.safetensors"
     state_dict, metadata = load_checkpoint(checkpoint_path)
     if metadata.quantization is not None:
         raise ValueError(f"{checkpoint_path} is quantized already; give the one it was made from")
@@ -489,7 +488,7 @@ def main(argv: list[str] | None = None) -> int:
     default = QuantizeOptions()
     parser = argparse.ArgumentParser(description="Make a Whisper checkpoint int8 or int4.")
     add = parser.add_argument
-    add("--checkpoint_path", type=Path, required=True, help="model.safetensors to read")
+    add("--checkpoint_path", type=Path, required=True, help="model.safetensors, or its folder")
     add("--mode", choices=MODES, default=default.mode)
     add("--groupsize", type=int, choices=GROUP_SIZES, default=default.groupsize, help="int4 only")
     add("--scheme", choices=SCHEMES, default=default.scheme, help="int4 only; rtn: plain rounding")

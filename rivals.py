@@ -1,8 +1,9 @@
 """Other Whisper programs behind one signature, for `eval.py` and `benchmark.py`.
 
-Each runs the same weights, greedy, with its own defaults for fallback and no carried context. They
-are development dependencies, imported only when asked for. As a script, this file is the process
-behind `RivalProcess`.
+Each runs the same weights on the same device (whisper.cpp: on the one that it was built for),
+greedy, with its own defaults for fallback and no carried context. They are development
+dependencies, imported only when asked for. As a script, this file is the process behind
+`RivalProcess`.
 """
 
 import argparse
@@ -49,13 +50,13 @@ def load_rival(name: str, args: argparse.Namespace) -> System:
     """Load a rival. Raises: ValueError where its weights were not given; ImportError."""
     _check_weights(name, args)
     if name == "openai-whisper":
-        return _openai(args.openai_path)
+        return _openai(args.openai_path, args.device)
     if name == "transformers":
-        return _transformers(args.hf_path)
+        return _transformers(args.hf_path, args.device)
     if name == "whisper.cpp":
         return _whisper_cpp(args.ggml_path)
     batch_size = args.batch_size if name.endswith("batched") else 1
-    return _faster_whisper(args.ct2_path, args.ct2_type, batch_size)
+    return _faster_whisper(args.ct2_path, args.ct2_type, batch_size, args.device)
 
 
 class RivalProcess:
@@ -66,7 +67,8 @@ class RivalProcess:
 
     def __init__(self, name: str, args: argparse.Namespace):
         _check_weights(name, args)
-        options = {k: getattr(args, k) for k in {*_WEIGHTS.values(), "ct2_type", "batch_size"}}
+        names = {*_WEIGHTS.values(), "ct2_type", "batch_size", "device"}
+        options = {name: getattr(args, name) for name in names}
         command = [sys.executable, __file__, name, json.dumps(options, default=str)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -101,10 +103,10 @@ def _serve(name: str, options: dict) -> None:
         print(json.dumps({"error": str(error)}), file=out, flush=True)
 
 
-def _faster_whisper(folder: str, compute_type: str, batch_size: int) -> System:
+def _faster_whisper(folder: str, compute_type: str, batch_size: int, device: str) -> System:
     from faster_whisper import BatchedInferencePipeline, WhisperModel
 
-    model = WhisperModel(folder, device="cpu", compute_type=compute_type)
+    model = WhisperModel(folder, device=device, compute_type=compute_type)
     batched = BatchedInferencePipeline(model)
 
     def run(path: Path, language: str) -> tuple[str, None, None]:
@@ -118,24 +120,22 @@ def _faster_whisper(folder: str, compute_type: str, batch_size: int) -> System:
     return run
 
 
-def _openai(pt_path: str) -> System:
+def _openai(pt_path: str, device: str) -> System:
     import whisper
 
-    model = whisper.load_model(pt_path, device="cpu")
+    model = whisper.load_model(pt_path, device=device)
+    common = {"fp16": device != "cpu", "condition_on_previous_text": False}
 
     def run(path: Path, language: str) -> tuple[str, None, None]:
-        result = model.transcribe(
-            str(path), language=language, fp16=False, condition_on_previous_text=False
-        )
-        return result["text"], None, None
+        return model.transcribe(str(path), language=language, **common)["text"], None, None
 
     return run
 
 
-def _transformers(folder: str) -> System:
+def _transformers(folder: str, device: str) -> System:
     import transformers
 
-    pipe = transformers.pipeline("automatic-speech-recognition", folder, device="cpu")
+    pipe = transformers.pipeline("automatic-speech-recognition", folder, device=device)
 
     def run(path: Path, language: str) -> tuple[str, None, None]:
         kwargs = {"language": language, "num_beams": 1}

@@ -100,11 +100,11 @@ def quantized(options: QuantizeOptions, args: ModelArgs = SMALL, packed: bool = 
 
 def decode_chunks(
     model, tokenizer, waveform, chunks, n_rows, step=decode_one_token,
-    next_temperature=lambda result: None, **options,
+    next_temperature=lambda result: None, language="en", **options,
 ) -> list[list[WindowResult]]:  # fmt: skip
     """The attempts at each chunk of a waveform, in order of their starts."""
     setup_decoding(model, tokenizer, n_rows)
-    slots = Slots(model, tokenizer, DecodeOptions("en", **options), Stats(), next_temperature)
+    slots = Slots(model, tokenizer, DecodeOptions(language, **options), Stats(), next_temperature)
     with torch.no_grad():
         windows = encode_chunks(model, waveform, chunks, Stats())
         attempts = list(decode_windows(slots, windows, step))

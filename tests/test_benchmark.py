@@ -17,7 +17,7 @@ def test_stages_steps_and_a_file(tiny_en, samples, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(benchmark, "load_from_args", lambda args: tiny_en)
     reference = tmp_path / "reference.txt"
     reference.write_text("nothing of the kind", encoding="utf-8")
-    common = ["--audio", samples / "short.wav", "--reference", reference, "--language", "en"]
+    common = ["--audio", samples / "short.wav", "--reference", reference, "--language", "English"]
     common += ["--runs", "1", "--batch_sizes", "1", "2", "--peers", "whisper.cpp"]
     assert benchmark.main([str(word) for word in common]) == 0
     out = last_line(capsys)
@@ -33,9 +33,11 @@ def test_random_weights_and_wrong_options(capsys):
     for more in ([], ["--quantize", "int8"], ["--quantize", "int4", "--cache_dtype", "fp32"]):
         assert benchmark.main(common + more) == 0
         assert last_line(capsys)["stages"]["encoder_s"] > 0
-    for wrong in (["--random", "tiny", "--audio", "x.wav"], ["--quantize", "int8"]):
+    wrong = [["--random", "tiny", "--audio", "x.wav"], ["--quantize", "int8"]]
+    wrong += [["--audio", "x.wav", "--reference", "x.txt"], ["--peers", "whisper.cpp"]]
+    for options in wrong:  # the last two: words are compared, and rivals run, in one language
         with pytest.raises(SystemExit):
-            benchmark.main(wrong)
+            benchmark.main(options)
 
 
 def test_a_rival_without_weights_is_named():
@@ -46,6 +48,6 @@ def test_a_rival_without_weights_is_named():
         RivalProcess("faster-whisper", args)
     with pytest.raises(ValueError, match="--ggml_path"):
         load_rival("whisper.cpp", args)
-    args.batch_size, args.ct2_path = 1, "nowhere"
+    args.batch_size, args.ct2_path, args.device = 1, "nowhere", "cpu"
     with pytest.raises(RuntimeError):  # with what that process said
         RivalProcess("faster-whisper", args)

@@ -6,6 +6,7 @@ lies beside the checkout, on the shared corpus of difficult files.
 
 import json
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -540,6 +541,13 @@ def test_unreadable_files_are_named_in_one_line(tmp_path, speech, kind, extensio
     message = str(caught.value)
     assert path.name in message and len(message.splitlines()) == 1
     assert len(message) < 300 + 2 * len(str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_not_called_empty(tmp_path):
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(AudioError, match="pipe.wav is no regular file"):
+        load_audio(tmp_path / "pipe.wav")
 
 
 def test_damaged_files_are_read_or_refused(tmp_path, speech):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ if not (ROOT / "convert_hf_checkpoint.py").exists():
     pytest.skip("convert_hf_checkpoint.py does not exist yet", allow_module_level=True)
 
 import generate  # noqa: E402, needs convert_hf_checkpoint.py
+from tokenizer import official_special_tokens, write_tokenizer  # noqa: E402
 
 SCRIPTS = sorted(p.name for p in ROOT.glob("*.py") if '__name__ == "__main__"' in p.read_text())
 
@@ -255,6 +257,17 @@ def test_checkpoint_that_is_none(name, content, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert code == 1 and out == ""
     assert len(error_lines(err)) == 1 and str(tmp_path / name) in err.splitlines()[-1]
+
+
+def test_tokenizer_of_another_model(first_run, checkpoints, tmp_path, capsys):
+    """Every file ended in torch's complaint about the sizes of two tensors."""
+    shutil.copy(checkpoints / "tiny.en" / "model.safetensors", tmp_path)
+    ranks = [bytes([i]) for i in range(256)]
+    special_tokens = official_special_tokens(256 + 1608, 256)
+    write_tokenizer(tmp_path / "tokenizer.model", ranks, special_tokens)
+    assert generate.main(["--checkpoint_path", str(tmp_path), "--audio", str(SHORT)]) == 1
+    (line,) = error_lines(capsys.readouterr().err)
+    assert "51864" in line and "convert again" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -641,10 +641,13 @@ def test_command_line(hf_folder, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["convert_hf_checkpoint.py", *map(str, arguments)])
         return convert_hf_checkpoint.main()
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        convert_hf_checkpoint, "CHECKPOINTS", tmp_path
+    )  # where models are looked for
     assert run(hf_folder, "--name", "mine", "--dtype", "bfloat16") == 0
-    assert capsys.readouterr().out.startswith("checkpoints/mine/model.safetensors 7.")
-    metadata = load_checkpoint(tmp_path / "checkpoints" / "mine" / "model.safetensors")[1]
+    path = tmp_path / "mine" / "model.safetensors"
+    assert capsys.readouterr().out.startswith(f"{path} 7.")
+    metadata = load_checkpoint(path)[1]
     assert (metadata.name, metadata.dtype) == ("mine", torch.bfloat16)
     with pytest.raises(SystemExit) as error:
         run(hf_folder, "--dtype", "int3")

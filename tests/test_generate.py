@@ -310,6 +310,33 @@ def test_translate_asks_for_translation(base):
     assert prompt == [*names, tokenizer.no_timestamps]
 
 
+def test_a_translation_has_english_words(base, samples):
+    """Its words were split as the language of the audio is, into single tokens for Japanese."""
+    waveform = load_audio(samples / "short.wav")
+    chunk, how = Chunk(0, len(waveform)), {"language": "ja", "task": "translate"}
+    (result,) = decode_chunks(*base, waveform, [chunk], 1, **how)[0]
+    assert len(result.text.split()) > 20
+    assert [word.text.strip() for word in result.words] == result.text.split()
+
+
+@pytest.mark.parametrize(
+    "waveform", [torch.zeros(2, 16_000), torch.zeros(16_000, dtype=torch.int16)]
+)
+def test_waveforms_that_are_none(tiny_en, waveform):
+    """Integers were taken for samples of up to 32,767 times full scale, and gave no text."""
+    with pytest.raises(ValueError, match="allowed: .n_samples. of floats"):
+        transcribe(*tiny_en, waveform, ENGLISH)
+
+
+def test_one_bad_sample_costs_no_text(tiny_en, samples):
+    """One that was not a number made every level, and so the whole text, vanish."""
+    waveform = load_audio(samples / "short.wav")
+    expected = transcribe(*tiny_en, waveform, ENGLISH).text
+    waveform[100] = float("nan")
+    assert transcribe(*tiny_en, waveform, ENGLISH).text == expected
+    assert transcribe(*tiny_en, waveform.double().numpy(), ENGLISH).text == expected
+
+
 @pytest.mark.parametrize("n_samples", [0, 1, 4_800])
 def test_hardly_any_audio(tiny_en, n_samples):
     model, tokenizer = tiny_en

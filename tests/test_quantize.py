@@ -216,9 +216,7 @@ def test_decoder_alone_leaves_the_encoder_and_says_so():
     assert isinstance(model.decoder.layers[0].mlp.fc1, Int8Linear)
 
 
-def test_nothing_to_quantize_and_unknown_settings_are_errors():
-    with pytest.raises(ValueError, match="nothing to quantize.*decoder.embedding"):
-        quantize_state_dict({}, SMALL, QuantizeOptions())
+def test_unknown_settings_are_errors():
     for settings in (
         {"mode": "int3"},
         {"mode": "int8", "rounds": 2},
@@ -277,6 +275,16 @@ def test_command_line_names_files_and_refuses_to_quantize_twice(tmp_path, capsys
     assert quantize.main(["--checkpoint_path", str(tmp_path / names[0])]) == 1
     assert "quantized already" in capsys.readouterr().err
     assert quantize.main(["--checkpoint_path", str(tmp_path / "none.safetensors")]) == 1
+
+
+def test_files_are_told_apart_by_their_names(tmp_path):
+    """A folder is its model.safetensors; --no-encoder wrote over the file with the encoder."""
+    metadata = Metadata(SMALL, torch.float32, None, ((0, 0),), None, "small", "test")
+    save_checkpoint(tmp_path / "model.safetensors", random_model(SMALL).state_dict(), metadata)
+    settings = [("int8",), ("int8", 64, "hqq", False), ("int4", 64, "rtn"), ("int4", 32, "hqq")]
+    names = [quantize_checkpoint(tmp_path, QuantizeOptions(*how)).name for how in settings]
+    ends = ["int8", "int8_decoder", "int4_rtn_g64", "int4_g32"]
+    assert names == [f"model_{end}.safetensors" for end in ends]
 
 
 @pytest.mark.parametrize("mode, share", [("int8", 0.30), ("int4", 0.20)])
