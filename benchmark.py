@@ -203,6 +203,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--random has no words to transcribe; leave --audio out")
     if args.language in ("auto", "each") and (args.reference or args.peers):
         parser.error("--reference and --peers need the --language of the audio")
+    if args.runs < 1 or min(args.batch_sizes, default=1) < 1:
+        parser.error("--runs and --batch_sizes: allowed: 1 and above")
     if args.quantize and not args.random:
         parser.error("--quantize is for --random; give a quantized --checkpoint_path")
     return args

@@ -184,7 +184,7 @@ def apply_timestamp_rules(logits: Tensor, state: DecodeState) -> Tensor:
 
     Timestamps come in pairs around text, never go back, and start within a window's first second;
     where they have more mass together than any other token has alone, one of them must come.
-    Source: Whisper's decoding rules (openai-whisper, `ApplyTimestampRules`).
+    Source: Whisper's decoding rules (openai-whisper, `ApplyTimestampRules`), but for the end.
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)  # [n_vocab]
     is_timestamp = (ids >= state.timestamp_begin) & (ids <= state.timestamp_end)
@@ -200,6 +200,9 @@ def apply_timestamp_rules(logits: Tensor, state: DecodeState) -> Tensor:
     opened = last & ~closed  # text before it: its partner or the end follows
     banned = closed & is_timestamp
     banned |= opened & (ids < state.eot)
+    # A pair at the end says that the window cuts a sentence, which openai-whisper reads again from
+    # there. Windows here stay where they are: what there is of the sentence has to be written.
+    banned |= closed & (n_sampled >= 2) & (ids == state.eot)
     # an opening timestamp may repeat the closing one; after text it must be later
     first_allowed = state.last_timestamp[:, None] + (~opened).long()
     banned |= is_timestamp & (state.last_timestamp[:, None] > 0) & (ids < first_allowed)

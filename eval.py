@@ -220,8 +220,8 @@ def read_manifest(args: argparse.Namespace) -> list[dict]:
     language = None if args.language in ("auto", "each") else language_code(args.language)
     items = []
     for item in map(json.loads, lines):
-        scored = item.get("text") or item["set"] == "nospeech"
-        wanted = (args.kind is None or item["kind"] in args.kind) and (
+        scored = item.get("text") or item.get("set") == "nospeech"
+        wanted = (args.kind is None or item.get("kind") in args.kind) and (
             args.only is None or any(part in item["audio"] for part in args.only)
         )
         if scored and item.get("duration_s") and wanted:
@@ -252,7 +252,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Word error rates over a manifest.")
     add_options(parser)
     add = parser.add_argument
-    add("--manifest", type=Path, required=True, help="JSON lines: audio, text, language, kind")
+    add("--manifest", type=Path, required=True, help="JSON lines; see the top of this file")
     add("--kind", nargs="+", help="only files of these kinds: short, long, hard")
     add("--only", nargs="+", help="only files whose name contains one of these")
     add("--peer", nargs="+", default=[], choices=RIVALS, help="rivals to run on the same files")
@@ -264,6 +264,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.language == "each":
         parser.error("--language each: every file is read in its own; name one to choose files")
+    if args.peers_only and not args.peer:
+        parser.error("--peers_only: name them with --peer")
+    if args.texts and not args.texts.resolve().parent.is_dir():
+        parser.error(f"--texts {args.texts}: its folder does not exist")
     if min(args.delays_ms) < 0:
         parser.error(f"--delays_ms {args.delays_ms}: allowed: 0 and above")
     return args
@@ -281,7 +285,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     items = read_manifest(args)
     if not items:
-        raise ValueError("no file of the manifest is of that kind and language")
+        raise ValueError(
+            "no file of the manifest is of that kind and language, and has a duration_s and a text"
+        )
     summary, texts, all_rows = {}, {}, []
     with tempfile.TemporaryDirectory() as delayed:
         items = add_paths(items, args.manifest.parent, args.delays_ms, Path(delayed))

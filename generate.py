@@ -8,6 +8,7 @@ What happens to a file is in `long_audio.py`, to a window of it in `decode.py`.
 import argparse
 import dataclasses
 import itertools
+import os
 import re
 import sys
 import time
@@ -236,7 +237,8 @@ def _transcribe_files(
         try:
             result = transcribe(model, tokenizer, path, options, decode_step, show_progress=True)
         except (ValueError, OSError) as error:
-            print(f"generate.py: {error}", file=sys.stderr)
+            name = f"{path}: " if isinstance(error, UnicodeError) else ""  # others name it
+            print(f"generate.py: {name}{error}", file=sys.stderr)
             n_failed += 1
             continue
         print(f"{path}: {result.text}" if len(paths) > 1 else result.text, flush=True)
@@ -257,5 +259,22 @@ def _profiler(path: Path | None) -> Iterator[None]:
     print(f"trace written to {path}", file=sys.stderr)
 
 
+def run_program() -> int:
+    """`main` as a shell expects it: the exit code says who ended it, and nothing is a traceback."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks a character
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("generate.py: stopped", file=sys.stderr)
+        return 130
+    except OSError as error:  # of stdout: its reader has gone, or its disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more
+        if not isinstance(error, BrokenPipeError):
+            print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program())

@@ -39,6 +39,8 @@ from tokenizer import Tokenizer
 # cost six decodings of what is mostly noise.
 FALLBACK = (0.4, 0.8)
 
+SURE_LANGUAGE = 0.5  # probability from which a detected language is not called a guess
+
 # s of audio from which a CPU compiles by itself: 35 s once, of which each hour saves 8 to 15
 COMPILE_FROM_S = 3600
 
@@ -47,7 +49,7 @@ COMPILE_FROM_S = 3600
 class GenerateOptions(DecodeOptions):
     """How to transcribe. Raises: ValueError for a value that is not allowed, naming it."""
 
-    language: str = "auto"  # as before, or "auto": detect in the first chunks
+    language: str = "auto"  # as before, or "auto": detect it in the first chunks
     batch_size: int = 8  # chunks decoded at once
     fallback: bool = True  # decode again what failed or is missing
 
@@ -92,7 +94,7 @@ def transcribe(
         if isinstance(audio, (str, Path)):
             waveform = open_audio(audio)
         else:
-            waveform = _checked(torch.as_tensor(audio, device="cpu"))
+            waveform = _checked(audio)
     stats.audio_s = len(waveform) / SAMPLE_RATE
     if decode_step is None:
         is_long = model.device.type == "cpu" and stats.audio_s >= COMPILE_FROM_S
@@ -142,14 +144,21 @@ class LongAudio:
             with self.stats.timed("compile", self.model.device):
                 warm_up(self.model, self.decode_step, self.options.top_k)
         windows = encode_chunks(self.model, self.waveform, chunks, self.stats)
-        self.language, windows = _choose_language(
+        self.language, prob, windows = _choose_language(
             self.model, self.tokenizer, windows, self.options.language, self.stats
         )
         progress.total = round(chunks[-1].end_s)
         self.n_extra_left = len(chunks) + 2  # no more than doubles the cost
         pieces = self._first_pass(self._decode(windows, lambda result: None, progress))
         words = stitch(pieces, self.energy_db)
-        return self._recover(words) if self.options.fallback else words
+        if self.warnings and self.options.language == "auto" and prob < SURE_LANGUAGE:
+            self.warnings.append(f"the language, {self.language}, is a guess; name the right one")
+        if not self.options.fallback:
+            return words
+        if self.options.max_new_tokens is None:  # else what was cut on purpose would come back
+            words = self._recover(words)
+        self._name_gaps(words)
+        return words
 
     def _decode(
         self, windows: Iterator[Window], next_temperature: NextTemperature,
@@ -239,17 +248,23 @@ class LongAudio:
                     (start_s, end_s), piece = gaps[result.chunk], _piece(result)
                     heard = (max(start_s, piece.start_s), min(end_s, piece.end_s))
                     words = insert(words, heard, piece, self.energy_db)
+        return words
+
+    def _name_gaps(self, words: list[Word]) -> None:
+        """Warn of speech that is left without words."""
         for start_s, end_s in uncovered(words, self.is_voiced, self.masked):
             if end_s - start_s >= 2.0:
                 self.warnings.append(f"{start_s:.1f}-{end_s:.1f} s: sound without text")
-        return words
 
     def _warn(self, message: str, chunk: Chunk) -> None:
         self.warnings.append(f"{chunk.start_s:.1f}-{chunk.end_s:.1f} s: {message}")
 
 
-def _checked(waveform: Tensor) -> Tensor:
+def _checked(waveform: Tensor | np.ndarray) -> Tensor:
     """A waveform as float32, with zeros for what is not finite. Raises: ValueError."""
+    if isinstance(waveform, np.ndarray):  # torch takes no reversed ones and no foreign byte order
+        waveform = waveform.astype(waveform.dtype.newbyteorder("="), order="C")
+    waveform = torch.as_tensor(waveform, device="cpu")
     if waveform.dim() != 1 or not waveform.is_floating_point():
         given = f"{list(waveform.shape)} of {waveform.dtype}"
         raise ValueError(f"the waveform is {given}; allowed: [n_samples] of floats from -1 to 1")
@@ -287,12 +302,12 @@ def batch_rows(n_chunks: int, batch_size: int, is_compiled: bool) -> int:
 
 def _choose_language(
     model: Whisper, tokenizer: Tokenizer, windows: Iterator[Window], language: str, stats: Stats
-) -> tuple[str, Iterator[Window]]:
-    """The language to use, and the windows, of which the first four are read to detect it."""
+) -> tuple[str, float, Iterator[Window]]:
+    """The language, its probability, and the windows, of which four are read to detect it."""
     if not tokenizer.is_multilingual:
-        return "en", windows
+        return "en", 1.0, windows
     if language not in ("auto", "each"):
-        return language, windows
+        return language, 1.0, windows
     first = list(itertools.islice(windows, 4))
     totals = dict.fromkeys(tokenizer.language_ids, 0.0)
     with stats.timed("language", model.device):
@@ -300,4 +315,5 @@ def _choose_language(
             model.decoder.start_window(window.audio_features, slice(0, 1))
             for code, prob in language_probs(model, tokenizer, 0).items():
                 totals[code] += prob
-    return max(totals, key=totals.get), itertools.chain(first, windows)
+    likeliest = max(totals, key=totals.get)
+    return likeliest, totals[likeliest] / len(first), itertools.chain(first, windows)

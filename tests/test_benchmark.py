@@ -35,7 +35,8 @@ def test_random_weights_and_wrong_options(capsys):
         assert last_line(capsys)["stages"]["encoder_s"] > 0
     wrong = [["--random", "tiny", "--audio", "x.wav"], ["--quantize", "int8"]]
     wrong += [["--audio", "x.wav", "--reference", "x.txt"], ["--peers", "whisper.cpp"]]
-    for options in wrong:  # the last two: words are compared, and rivals run, in one language
+    wrong += [["--random", "tiny", "--runs", "0"], ["--random", "tiny", "--batch_sizes", "0"]]
+    for options in wrong:  # words are compared, and rivals run, in one language
         with pytest.raises(SystemExit):
             benchmark.main(options)
 

@@ -7,6 +7,7 @@ process with the loaded model kept; two runs in a process of their own see the e
 import functools
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shutil
@@ -322,6 +323,29 @@ def test_exit_code_0_from_any_folder(first_run, checkpoints, tmp_path):
     assert len(result.stdout.splitlines()) == 1 and len(words(result.stdout)) > 10
     assert "tok/s" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ['-it\'s a "test".wav']
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's own")
+def test_output_that_nobody_reads_and_characters_that_it_lacks(first_run, checkpoints, tmp_path):
+    """`| head`, a full disk, and a path that ASCII does not have, ended in tracebacks."""
+    shutil.copy(SHORT, tmp_path / "größe.wav")
+    files = ["--audio", "größe.wav", "größe.wav"]
+    checkpoint = checkpoints / "tiny.en" / "model.safetensors"
+    command = [sys.executable, ROOT / "generate.py", "--checkpoint_path", checkpoint, *files]
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    run = functools.partial(subprocess.run, command, cwd=tmp_path, env=environ, stderr=-1)
+    done = run(stdout=-1)
+    assert done.returncode == 0 and done.stdout.count(rb"gr\xf6\xdfe.wav: ") == 2
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run(stdout=writer)
+    os.close(writer)
+    assert done.returncode == 1 and b"Traceback" not in done.stderr
+    if Path("/dev/full").exists():
+        with open("/dev/full", "wb") as full:
+            done = run(stdout=full)
+        assert done.returncode == 1 and b"Traceback" not in done.stderr
+        assert b"generate.py: [Errno 28]" in done.stderr
 
 
 def test_exit_code_1_for_a_bad_file_in_the_middle(first_run, checkpoints, tmp_path):

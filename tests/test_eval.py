@@ -107,6 +107,9 @@ def test_languages_choose_files(manifest, capsys):
     with pytest.raises(SystemExit):
         evaluation.main(["--manifest", str(manifest), "--language", "each"])
     assert "every file is read in its own" in capsys.readouterr().err
+    for wrong in (["--peers_only"], ["--texts", str(manifest / "nowhere" / "texts.json")]):
+        with pytest.raises(SystemExit):
+            evaluation.main(["--manifest", str(manifest), *wrong])
 
 
 def test_nothing_to_do_is_an_error(manifest, capsys):

@@ -96,25 +96,38 @@ def test_batch_of_one_equals_batch_of_eight(tiny_en, samples):
 
 
 def test_a_token_limit_says_what_it_left_out(tiny_en, samples):
-    """Another program skipped the rest of a window at the limit, silently."""
+    """Another program skipped the rest of a window at the limit, silently.
+
+    Further windows are not read: their words, rightly timed, doubled those before the limit.
+    """
     waveform = load_audio(samples / "long.flac")[: 28 * SAMPLE_RATE]
+    whole = transcribe(*tiny_en, waveform, GenerateOptions("en")).text
     result = transcribe(*tiny_en, waveform, GenerateOptions("en", max_new_tokens=10))
-    words = words_of(result)
-    assert len(words) > 10  # the rest was read by further windows, as far as they may go
+    assert whole.startswith(result.text) and 5 <= len(result.text.split()) <= 10
     assert any("sound without text" in warning for warning in result.warnings)
 
 
-def test_timestamps_lose_hardly_any_words(tiny_en, samples):
-    """With timestamps a decoder stops early where a window cuts a sentence; most is recovered.
+def test_timestamps_lose_no_words(tiny_en, samples):
+    """With timestamps a decoder stopped early where a window cuts a sentence, and lost five words.
 
-    Five words were lost when this was written: the reason why timestamps are off by default.
+    Spellings of two words may differ between the two ways.
     """
     texts = [
         transcribe(*tiny_en, samples / "long.flac", GenerateOptions("en", timestamps=t)).text
         for t in (False, True)
     ]
     errors = count_errors(*(normalise(text, "en") for text in texts))
-    assert errors[1] <= 6 and sum(errors) <= 0.08 * len(texts[0].split())
+    assert errors[1] == 0 and sum(errors) <= 2
+
+
+def test_a_wrong_guess_of_the_language_is_named(base, corpus):
+    """Three seconds of English were taken for Russian, and came out empty without a reason."""
+    (row,) = (row for row in corpus if row["audio"] == "short/ls-other-2414-128291-0008.flac")
+    result = transcribe(*base, row["path"])
+    assert (result.language, result.text) == ("ru", "")
+    assert result.warnings[-1] == "the language, ru, is a guess; name the right one"
+    (warning,) = transcribe(*base, row["path"], ENGLISH).warnings  # for English it is unclear too
+    assert "could not be believed" in warning
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = {name.removesuffix(".py") for name in SCRIPTS}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_200, 100
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PRODUCT_LINES, MAX_COLUMNS = 60, 530, 5_250, 100
 
 # What a script may import of ours: leaves import nothing, parts import leaves (and `decode`
 # also `align`), and the rest is as listed. A script that no row knows must be a leaf.
