@@ -259,7 +259,7 @@ def _profiler(path: Path | None) -> Iterator[None]:
     print(f"trace written to {path}", file=sys.stderr)
 
 
-def run_program() -> int:
+def _run_program() -> int:
     """`main` as a shell expects it: the exit code says who ended it, and nothing is a traceback."""
     sys.stdout.reconfigure(errors="backslashreplace")  # where its encoding lacks a character
     try:
@@ -277,4 +277,4 @@ def run_program() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program())
+    sys.exit(_run_program())
