@@ -110,7 +110,8 @@ def open_audio(path: str | Path) -> Recording:
         raise AudioError(f"{path} is empty (0 bytes)")
     try:
         return Recording(_resampled(*_read_soundfile(path)))
-    except (soundfile.LibsndfileError, EOFError, TypeError):  # TypeError: named .raw
+    # TypeError: named .raw; UnicodeError: a name that is no text, which PyAV's error names
+    except (soundfile.LibsndfileError, EOFError, TypeError, UnicodeError):
         return Recording(_resampled(*_read_av(path)))
 
 

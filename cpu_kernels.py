@@ -53,7 +53,8 @@ def _build(path: Path) -> None:
     """
     from torch.utils import cpp_extension  # late: it adds to the module search path
 
-    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")  # where pip puts ninja
+    scripts = sysconfig.get_path("scripts")  # where pip puts ninja
+    os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + scripts
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = cpp_extension.load(

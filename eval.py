@@ -288,7 +288,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "no file of the manifest is of that kind and language, and has a duration_s and a text"
         )
-    summary, texts, all_rows = {}, {}, []
+    summary, texts, first_rows = {}, {}, None
     with tempfile.TemporaryDirectory() as delayed:
         items = add_paths(items, args.manifest.parent, args.delays_ms, Path(delayed))
         for name, system in build_systems(args).items():
@@ -297,9 +297,10 @@ def run(args: argparse.Namespace) -> int:
             rows = [evaluate(system, item) for item in tqdm(items, desc=name)]
             print_table(name, rows)
             summary[name] = summarise(rows)
-            if all_rows:
-                summary[name]["difference"] = difference(all_rows[0], rows)
-            all_rows.append(rows)
+            if first_rows is None:
+                first_rows = rows
+            else:
+                summary[name]["difference"] = difference(first_rows, rows)
             texts[name] = {row.audio: row.text for row in rows}
     for name, figures in summary.items():
         print(f"{name}: {figures}", file=sys.stderr)

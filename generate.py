@@ -237,8 +237,7 @@ def _transcribe_files(
         try:
             result = transcribe(model, tokenizer, path, options, decode_step, show_progress=True)
         except (ValueError, OSError) as error:
-            name = f"{path}: " if isinstance(error, UnicodeError) else ""  # others name it
-            print(f"generate.py: {name}{error}", file=sys.stderr)
+            print(f"generate.py: {error}", file=sys.stderr)
             n_failed += 1
             continue
         print(f"{path}: {result.text}" if len(paths) > 1 else result.text, flush=True)

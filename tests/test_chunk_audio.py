@@ -550,6 +550,17 @@ def test_a_pipe_is_not_called_empty(tmp_path):
         load_audio(tmp_path / "pipe.wav")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names are text here")
+def test_a_name_that_is_no_text(tmp_path):
+    """libsndfile's wrapper takes none, and its error named no file."""
+    path = tmp_path / os.fsdecode(b"bad\xff.wav")
+    try:
+        path.write_bytes(SHORT.read_bytes())
+    except OSError:
+        pytest.skip("no such names on this file system")
+    assert torch.allclose(load_audio(path), load_audio(SHORT), atol=1e-4)
+
+
 def test_damaged_files_are_read_or_refused(tmp_path, speech):
     """Damage anywhere in any container: a waveform or an AudioError, nothing else."""
     originals = {}
